@@ -1,0 +1,181 @@
+"""The objects of one attempt: open, member report, close, manifest, test evidence. Canonical JSON, see codec.py.
+
+Version rule: every object carries `format`; a reader refuses other numbers and unknown fields.
+Digests: a shard is hashed in parts of `part_size` bytes (the last part may be shorter; an empty file has one empty part).
+`parts` are the SHA-256 of each part, hex. `sha256` is the part's digest when there is one part, and otherwise the SHA-256
+over the concatenated binary part digests: exactly what S3 reports as ChecksumSHA256 of a single PutObject, and of a
+multipart upload without its `-N` suffix (S3 user guide, "Checking object integrity").
+Paths are text forms (names.py) relative to the generation; a generation that is a single file has the one path equal to
+its own name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+
+FORMAT = 1
+
+
+class Pin(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One immutable object version: what a reader must name and verify (invariant I3). `size` in bytes, `sha256` hex."""
+
+    key: str
+    version_id: str
+    size: int
+    sha256: str
+
+
+class Shard(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One file of a generation and the object version that holds its bytes.
+
+    `mode` are the permission bits, `mtime_ns` nanoseconds since the epoch. `paths` has more than one entry for hard links.
+    """
+
+    paths: tuple[str, ...]
+    member: str
+    pin: Pin
+    part_size: int
+    parts: tuple[str, ...]
+    mode: int
+    mtime_ns: int
+    xattrs: dict[str, bytes] = {}
+
+
+class Symlink(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A symbolic link inside a generation; restored as it is, never followed."""
+
+    path: str
+    target: str
+
+
+class Directory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A directory below the generation's root (`path` is "." for the root itself)."""
+
+    path: str
+    mode: int
+    mtime_ns: int
+
+
+class Tracker(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A small file beside the generation that names it (`latest`), with its bytes at close, or a link's target."""
+
+    path: str
+    content: bytes
+    symlink: bool = False
+
+
+class Open(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`open.json`: the owner announces an attempt. `ordinal` counts the attempts that `epoch` opened in this run."""
+
+    run: str
+    generation: str
+    attempt: str
+    step: int
+    epoch: int
+    ordinal: int
+    owner: str
+    members: tuple[str, ...]
+    preset: str
+    kind: Literal["directory", "file"]
+    opened_at: str
+    format: Literal[1] = FORMAT
+
+
+class Close(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`close.json`: a member saw the close signal."""
+
+    run: str
+    generation: str
+    attempt: str
+    member: str
+    signal: str
+    closed_at: str
+    format: Literal[1] = FORMAT
+
+
+class MemberReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`members/<member>.json`: everything one member holds of the generation, all of it flushed."""
+
+    run: str
+    generation: str
+    attempt: str
+    member: str
+    host: str
+    writer: str
+    shards: tuple[Shard, ...]
+    symlinks: tuple[Symlink, ...] = ()
+    directories: tuple[Directory, ...] = ()
+    trackers: tuple[Tracker, ...] = ()
+    format: Literal[1] = FORMAT
+
+    def content(self) -> tuple[object, ...]:
+        """Return what must be equal for two reports of one member to be the same report (I16)."""
+        return (self.run, self.generation, self.attempt, self.member, self.shards, self.symlinks, self.directories, self.trackers)
+
+
+class ReportPin(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Which member report a manifest was sealed from."""
+
+    member: str
+    pin: Pin
+
+
+class Order(msgspec.Struct, frozen=True, forbid_unknown_fields=True, order=True):
+    """The order of promotion inside a run: by step, then by the epoch that opened the attempt, then by ordinal."""
+
+    step: int
+    epoch: int
+    ordinal: int
+
+
+class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`manifest.json`: the exact set of one save. `epoch` and `owner` are those of the sealing process."""
+
+    run: str
+    generation: str
+    attempt: str
+    kind: Literal["directory", "file"]
+    order: Order
+    epoch: int
+    owner: str
+    preset: str
+    members: tuple[ReportPin, ...]
+    shards: tuple[Shard, ...]
+    symlinks: tuple[Symlink, ...]
+    directories: tuple[Directory, ...]
+    trackers: tuple[Tracker, ...]
+    sealed_at: str
+    format: Literal[1] = FORMAT
+
+    @property
+    def size(self) -> int:
+        """Return the bytes of all shards."""
+        return sum(shard.pin.size for shard in self.shards)
+
+
+class TestEvidence(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`test.json`: what the restore test read, and that it passed. A failed test writes nothing here."""
+
+    run: str
+    generation: str
+    attempt: str
+    manifest: Pin
+    level: Literal["checksum", "bytes"]
+    tested_by: str
+    epoch: int
+    shards: int
+    bytes: int
+    checks: tuple[str, ...]
+    tested_at: str
+    format: Literal[1] = FORMAT
+
+
+def tree_digest(parts: Sequence[bytes]) -> str:
+    """Return the hex digest of a shard from its binary part digests (see the module's head). `parts` is not empty."""
+    if len(parts) == 1:
+        return parts[0].hex()
+    return hashlib.sha256(b"".join(parts)).hexdigest()

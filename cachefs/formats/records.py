@@ -1,0 +1,156 @@
+"""Journal records (MessagePack). The databases and their keys are described in journal.py.
+
+Times are wall-clock seconds since the epoch, sizes bytes, paths text forms (names.py).
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Literal
+
+import msgspec
+
+from cachefs.formats.manifest import Directory, Pin, Symlink, Tracker
+
+
+class State(StrEnum):
+    """The states of a generation; each is a promise (README, "What each state promises")."""
+
+    OPEN = "open"
+    STAGED = "staged"
+    FLUSHED = "flushed"
+    SEALED = "sealed"
+    TESTED = "tested"
+    PUBLISHED = "published"
+    ABANDONED = "abandoned"
+    FENCED = "fenced"
+
+    @property
+    def rank(self) -> int:
+        """Return the position on the way to `published`; side exits rank below `open`."""
+        return _RANKS.get(self, -1)
+
+    @property
+    def final(self) -> bool:
+        """Return whether nothing more will happen to the attempt by itself."""
+        return self in (State.PUBLISHED, State.ABANDONED)
+
+
+_RANKS = {state: rank for rank, state in enumerate(
+    (State.OPEN, State.STAGED, State.FLUSHED, State.SEALED, State.TESTED, State.PUBLISHED)
+)}
+
+
+class Baseline(msgspec.Struct, frozen=True):
+    """What stood under a marker's path when the attempt was opened; None for nothing. Tells an old marker from a new one."""
+
+    ino: int
+    mtime_ns: int
+    size: int
+
+
+class AttemptRecord(msgspec.Struct, frozen=True):
+    """One attempt to publish one generation.
+
+    `path` is the generation's path in the mount, `run` and `generation` its two halves. `closed_at` is set once every
+    file of the save is pinned: from then on the set is fixed and rotation cannot touch it. `ordinal` orders attempts of a
+    run within one epoch and is given when the open record is written (`opened_epoch` then names that epoch).
+    `signal` says what closed it, `error` why it does not move on or was abandoned.
+    """
+
+    attempt: str
+    path: str
+    run: str
+    generation: str
+    kind: Literal["directory", "file"]
+    preset: str
+    step: int
+    opened_at: float
+    serial: int
+    state: State = State.OPEN
+    baselines: dict[str, Baseline | None] = {}
+    signal: str = ""
+    closed_at: float | None = None
+    staged_at: float | None = None
+    published_at: float | None = None
+    opened_epoch: int | None = None
+    ordinal: int | None = None
+    symlinks: tuple[Symlink, ...] = ()
+    directories: tuple[Directory, ...] = ()
+    trackers: tuple[Tracker, ...] = ()
+    report: Pin | None = None
+    manifest: Pin | None = None
+    sealed_epoch: int | None = None
+    error: str = ""
+    retries: int = 0
+
+
+class Identity(msgspec.Struct, frozen=True):
+    """What a pinned file was at its close. `xxh3` (xxh3_128, hex) is None until the bytes were read once."""
+
+    ino: int
+    size: int
+    mtime_ns: int
+    xxh3: str | None = None
+
+
+class ShardRecord(msgspec.Struct, frozen=True):
+    """One pinned file of an attempt on its way to the store.
+
+    The pin is the hard link `pins/<attempt>/<shard>` in staging. `early` marks a file pinned before its generation closed:
+    it is dropped when the file is opened for writing again. `digests` are the binary SHA-256 of the parts and are complete
+    when `pin` is set: from then on the shard is flushed.
+    """
+
+    attempt: str
+    shard: str
+    paths: tuple[str, ...]
+    identity: Identity
+    mode: int
+    key: str
+    xattrs: dict[str, bytes] = {}
+    early: bool = False
+    part_size: int = 0
+    upload_id: str = ""
+    digests: tuple[bytes, ...] = ()
+    pin: Pin | None = None
+    error: str = ""
+    retries: int = 0
+
+
+class PartRecord(msgspec.Struct, frozen=True):
+    """One part of a multipart upload that the store has acknowledged. `sha256` is binary."""
+
+    number: int
+    upload_id: str
+    etag: str
+    sha256: bytes
+
+
+class RunRecord(msgspec.Struct, frozen=True):
+    """What this daemon knows of a run: the epoch it holds (0: none), and the highest step and ordinal it has used."""
+
+    run: str
+    epoch: int = 0
+    owner: str = ""
+    ordinal: int = 0
+    step: int = 0
+    fenced_by: str = ""
+
+
+class LooseRecord(msgspec.Struct, frozen=True):
+    """A loose file as it was last mirrored."""
+
+    path: str
+    identity: Identity
+    key: str
+    version_id: str
+
+
+class Meta(msgspec.Struct, frozen=True):
+    """`format` of the journal, and a serial that numbers attempts in the order they were opened on this node."""
+
+    format: int = 1
+    serial: int = 0
+    store: str = ""
+    member: str = ""
