@@ -4,8 +4,8 @@ Backends are synchronous and thread-safe; async code calls one method per thread
 request and never retries a conditional write by itself: what an unclear outcome means is decided in `publish.writes`.
 
 Errors (all StoreError): ConditionFailed and ConditionConflict from conditional writes, UnavailableError when nothing is
-known, NoSuchUpload, BadPart, Unsupported, and DeniedError / NotFoundError (bucket or version is not there). A method never
-returns a half result.
+known, NoSuchUpload, BadPart, Unsupported, and DeniedError / NotFoundError (bucket or version is not there). A method
+never returns a half result.
 """
 
 from __future__ import annotations
@@ -15,7 +15,12 @@ from typing import Protocol
 
 import msgspec
 
+from cachefs.errors import InvalidError
+
 Buffer = bytes | bytearray | memoryview
+
+STREAM_CHUNK = 4 << 20
+"""Longest chunk of a streamed read, bytes."""
 
 
 class Condition(msgspec.Struct, frozen=True):
@@ -24,6 +29,17 @@ class Condition(msgspec.Struct, frozen=True):
     if_none_match: bool = False
     if_match: str | None = None
 
+    def __post_init__(self) -> None:
+        if self.if_none_match == (self.if_match is not None):
+            raise InvalidError("a condition is either if_none_match or if_match")
+
+    def holds(self, current: str | None) -> bool:
+        """Return whether a write may go ahead over the current version's ETag (None: no version, or a delete marker).
+
+        These are S3's rules (user guide, "Conditional write behavior"); If-Match over nothing fails.
+        """
+        return current is None if self.if_none_match else current == self.if_match
+
 
 CREATE_ONLY = Condition(if_none_match=True)
 
@@ -31,8 +47,8 @@ CREATE_ONLY = Condition(if_none_match=True)
 class ObjectInfo(msgspec.Struct, frozen=True):
     """One object version. `version_id` is never empty. `metadata` are the user's keys, lower case.
 
-    `checksum` is the SHA-256 the store itself reports, as in manifest.Shard.sha256 (hex, no `-N` suffix), or None when the
-    store keeps none.
+    `checksum` is the SHA-256 the store itself reports, as in manifest.Shard.sha256 (hex, no `-N` suffix), or None when
+    the store keeps none.
     """
 
     key: str
@@ -92,7 +108,9 @@ class ObjectStore(Protocol):
         ...
 
     def check(self) -> None:
-        """Check that the bucket or directory exists and answers. Raises NotFoundError, DeniedError, UnavailableError."""
+        """Check that the bucket or directory exists and answers. Raises NotFoundError, DeniedError,
+        UnavailableError.
+        """
         ...
 
     def versioning(self) -> bool:
@@ -108,7 +126,8 @@ class ObjectStore(Protocol):
         sha256: bytes | None = None,
         metadata: Mapping[str, str] = {},
     ) -> ObjectInfo:
-        """Write one object in one request. `sha256`, binary, is sent for the store to verify; it is trusted to be right.
+        """Write one object in one request. `sha256`, binary, is sent for the store to verify; it is trusted to be
+        right.
 
         With a condition the request is sent exactly once. Returns the new version.
         """
@@ -131,7 +150,8 @@ class ObjectStore(Protocol):
     ) -> ObjectInfo:
         """Complete an upload from consecutive parts, sent exactly once. An error body inside a 200 is UnavailableError.
 
-        Raises NoSuchUpload (completed or aborted: read back), BadPart (InvalidPart: list the parts and send the missing).
+        Raises NoSuchUpload (completed or aborted: read back), BadPart (InvalidPart: list the parts and send the
+        missing).
         """
         ...
 
@@ -144,18 +164,28 @@ class ObjectStore(Protocol):
         ...
 
     def head(self, key: str, version_id: str | None = None) -> ObjectInfo | None:
-        """Return an object's current or named version, with its checksum; None when there is none (or a delete marker)."""
+        """Return the current or the named version, with its checksum; None when there is none (or a delete marker)."""
         ...
 
     def get(self, key: str, version_id: str | None = None) -> tuple[ObjectInfo, bytes] | None:
         """Read a small object whole; None when there is none. Checked against its length."""
         ...
 
+    def get_stream(self, key: str, version_id: str) -> Iterator[bytes]:
+        """Read a pinned version whole, in order, as chunks of at most STREAM_CHUNK bytes.
+
+        For sequential reads, and the only way to read large objects from a store whose probe said `ranges=False`.
+        Checked against the version's length: the iteration raises CorruptError instead of ending short,
+        UnavailableError when the connection breaks, and NotFoundError, no later than at the first chunk, when the
+        version is gone. Close it if it is not read to the end.
+        """
+        ...
+
     def get_range(self, key: str, version_id: str, offset: int, length: int) -> bytes:
         """Read exactly `length` bytes of a pinned version.
 
-        Accepts only a 206 with the matching Content-Range (I20). Raises NotFoundError when the version is gone, CorruptError
-        when the store answers with other bytes than were asked for.
+        Accepts only a 206 with the matching Content-Range (I20). Raises NotFoundError when the version is gone,
+        CorruptError when the store answers with other bytes than were asked for.
         """
         ...
 
@@ -172,8 +202,10 @@ class ObjectStore(Protocol):
         ...
 
     def probe_delete(self, key: str) -> None:
-        """Put a delete marker on a key under `.probe/` (raises InvalidError elsewhere): the probe must see how conditions
-        behave over one."""
+        """Put a delete marker on a key under `.probe/`: the probe must see how conditions behave over one.
+
+        Raises InvalidError for any other key: there is no plain delete.
+        """
         ...
 
 
@@ -186,6 +218,10 @@ class StoreReads(Protocol):
 
     def get(self, key: str, version_id: str | None = None) -> tuple[ObjectInfo, bytes] | None:
         """See ObjectStore.get."""
+        ...
+
+    def get_stream(self, key: str, version_id: str) -> Iterator[bytes]:
+        """See ObjectStore.get_stream."""
         ...
 
     def get_range(self, key: str, version_id: str, offset: int, length: int) -> bytes:
