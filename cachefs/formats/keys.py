@@ -12,8 +12,8 @@
     <prefix>/.probe/<id>/...                                    the store probe
 
 A run is a directory path, so `<run>` may hold `/`. Each of its components is percent-encoded outside
-`A-Za-z0-9-._=+,@~`; a component that would read as one of our own names (`attempts`, `loose`, `pointer.json`), or as `.`
-or `..`, has its first byte encoded too. So a listing by `/` finds the runs, and no run can hide in another.
+`A-Za-z0-9-._=+,@~`; a component that would read as one of our own names (`attempts`, `loose`, `pointer.json`), or as
+`.` or `..`, has its first byte encoded too. So a listing by `/` finds the runs, and no run can hide in another.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """The objects of one attempt: open, member report, close, manifest, test evidence. Canonical JSON, see codec.py.
 
 Version rule: every object carries `format`; a reader refuses other numbers and unknown fields.
-Digests: a shard is hashed in parts of `part_size` bytes (the last part may be shorter; an empty file has one empty part).
-`parts` are the SHA-256 of each part, hex. `sha256` is the part's digest when there is one part, and otherwise the SHA-256
-over the concatenated binary part digests: exactly what S3 reports as ChecksumSHA256 of a single PutObject, and of a
-multipart upload without its `-N` suffix (S3 user guide, "Checking object integrity").
+Digests: a shard is hashed in parts of `part_size` bytes (the last part may be shorter; an empty file has one empty
+part). `parts` are the SHA-256 of each part, hex. `sha256` is the part's digest when there is one part, and otherwise
+the SHA-256 over the concatenated binary part digests: exactly what S3 reports as ChecksumSHA256 of a single PutObject,
+and of a multipart upload without its `-N` suffix (S3 user guide, "Checking object integrity").
 Paths are text forms (names.py) relative to the generation; a generation that is a single file has the one path equal to
 its own name.
 """
@@ -13,15 +13,17 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import Literal
+from typing import Final, Literal
 
 import msgspec
 
-FORMAT = 1
+FORMAT: Final = 1
 
 
 class Pin(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One immutable object version: what a reader must name and verify (invariant I3). `size` in bytes, `sha256` hex."""
+    """One immutable object version: what a reader must name and verify (invariant I3). `size` in bytes, `sha256`
+    hex.
+    """
 
     key: str
     version_id: str
@@ -32,7 +34,8 @@ class Pin(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Shard(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One file of a generation and the object version that holds its bytes.
 
-    `mode` are the permission bits, `mtime_ns` nanoseconds since the epoch. `paths` has more than one entry for hard links.
+    `mode` are the permission bits, `mtime_ns` nanoseconds since the epoch. `paths` has more than one entry for hard
+    links.
     """
 
     paths: tuple[str, ...]
@@ -114,7 +117,16 @@ class MemberReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def content(self) -> tuple[object, ...]:
         """Return what must be equal for two reports of one member to be the same report (I16)."""
-        return (self.run, self.generation, self.attempt, self.member, self.shards, self.symlinks, self.directories, self.trackers)
+        return (
+            self.run,
+            self.generation,
+            self.attempt,
+            self.member,
+            self.shards,
+            self.symlinks,
+            self.directories,
+            self.trackers,
+        )
 
 
 class ReportPin(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -1,8 +1,9 @@
 """`pointer.json`: the one mutable object of a run. Every change is one compare-and-swap on it (invariants I6 to I8).
 
-`seq` rises by one with every write, `epoch` with every grant; `nonce` is fresh for every logical write, so no two bodies
-are ever equal and an ETag, which is a hash of the body on most stores, can never come back. `prev` names the version this
-body replaced: the chain is the history of the run, and how a writer that lost its answer finds out what happened.
+`seq` rises by one with every write, `epoch` with every grant; `nonce` is fresh for every logical write, so no two
+bodies are ever equal and an ETag, which is a hash of the body on most stores, can never come back. `prev` names the
+version this body replaced: the chain is the history of the run, and how a writer that lost its answer finds out what
+happened.
 """
 
 from __future__ import annotations

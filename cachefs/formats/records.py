@@ -36,13 +36,16 @@ class State(StrEnum):
         return self in (State.PUBLISHED, State.ABANDONED)
 
 
-_RANKS = {state: rank for rank, state in enumerate(
-    (State.OPEN, State.STAGED, State.FLUSHED, State.SEALED, State.TESTED, State.PUBLISHED)
-)}
+_RANKS = {
+    state: rank
+    for rank, state in enumerate((State.OPEN, State.STAGED, State.FLUSHED, State.SEALED, State.TESTED, State.PUBLISHED))
+}
 
 
 class Baseline(msgspec.Struct, frozen=True):
-    """What stood under a marker's path when the attempt was opened; None for nothing. Tells an old marker from a new one."""
+    """What stood under a marker's path when the attempt was opened; None for nothing. Tells an old marker from a
+    new one.
+    """
 
     ino: int
     mtime_ns: int
@@ -53,8 +56,8 @@ class AttemptRecord(msgspec.Struct, frozen=True):
     """One attempt to publish one generation.
 
     `path` is the generation's path in the mount, `run` and `generation` its two halves. `closed_at` is set once every
-    file of the save is pinned: from then on the set is fixed and rotation cannot touch it. `ordinal` orders attempts of a
-    run within one epoch and is given when the open record is written (`opened_epoch` then names that epoch).
+    file of the save is pinned: from then on the set is fixed and rotation cannot touch it. `ordinal` orders attempts of
+    a run within one epoch and is given when the open record is written (`opened_epoch` then names that epoch).
     `signal` says what closed it, `error` why it does not move on or was abandoned.
     """
 
@@ -97,9 +100,9 @@ class Identity(msgspec.Struct, frozen=True):
 class ShardRecord(msgspec.Struct, frozen=True):
     """One pinned file of an attempt on its way to the store.
 
-    The pin is the hard link `pins/<attempt>/<shard>` in staging. `early` marks a file pinned before its generation closed:
-    it is dropped when the file is opened for writing again. `digests` are the binary SHA-256 of the parts and are complete
-    when `pin` is set: from then on the shard is flushed.
+    The pin is the hard link `pins/<attempt>/<shard>` in staging. `early` marks a file pinned before its generation
+    closed: it is dropped when the file is opened for writing again. `digests` are the binary SHA-256 of the parts and
+    are complete when `pin` is set: from then on the shard is flushed.
     """
 
     attempt: str

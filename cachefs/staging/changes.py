@@ -31,7 +31,9 @@ class Kind(Enum):
 
 
 class Change(msgspec.Struct, frozen=True, gc=False):
-    """One change of the visible tree. `writers` is how many writable handles stay open on the file (CLOSED, RENAMED)."""
+    """One change of the visible tree. `writers` is how many writable handles stay open on the file (CLOSED,
+    RENAMED).
+    """
 
     kind: Kind
     path: bytes

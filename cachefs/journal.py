@@ -1,0 +1,279 @@
+"""The journal: an LMDB environment in staging that is both the queue and the memory of the daemon.
+
+Every background step reads its work from here and writes its result back here, so a restart and a wake-up are one code
+path. `Journal.write` is durable when it returns (one fdatasync for all writers that wait together); reads see what is
+committed. Records are MessagePack structs from formats/records.py.
+
+    attempts   key: attempt id
+               One AttemptRecord per attempt. Written by the tracker (open, close, staged), the flusher (flushed) and
+               the publisher (sealed and later). A crash leaves at worst an older state; the step that follows is
+               repeated.
+    shards     key: attempt id "/" shard id
+               One ShardRecord per pinned file. Written when the file is pinned, then by the flusher only. A record
+               without its pin in staging/pins means the crash came between the two: the tracker pins first and records
+               second, so such a record is damage and its attempt is abandoned; a pin without a record is swept.
+    parts      key: attempt id "/" shard id "/" part number, five digits
+               One PartRecord per acknowledged part of a multipart upload; deleted with the upload. A crash may lose the
+               last one: that part is sent again.
+    runs       key: run
+               The epoch held, the ordinal and the highest step used. Epochs of an earlier process are never reused.
+    loose      key: path
+               What was mirrored last; a file that differs from it is sent again.
+    meta       key: "meta"
+               Journal format, the attempt serial, and which store and member the journal belongs to.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Generic, TypeVar, cast
+
+import lmdb
+import msgspec
+import trio
+
+from cachefs.errors import StagingError
+from cachefs.formats.records import AttemptRecord, LooseRecord, Meta, PartRecord, RunRecord, ShardRecord
+
+T = TypeVar("T")
+R = TypeVar("R", bound=msgspec.Struct)
+
+FORMAT = 1
+MAP_SIZE = 8 << 30
+"""Bytes of address space; the file grows only with its content."""
+RESERVED = 8 << 20
+"""Bytes preallocated in the file, so that a full disk does not stop the journal from recording it."""
+
+_KEY_MAX = 480  # LMDB keys end at 511 bytes
+
+
+def _key(text: str) -> bytes:
+    raw = text.encode()
+    if len(raw) <= _KEY_MAX:
+        return raw
+    return raw[: _KEY_MAX - 65] + b"#" + hashlib.sha256(raw).hexdigest().encode()
+
+
+class Table(Generic[R]):
+    """One database inside one transaction."""
+
+    def __init__(self, txn: Any, db: Any, kind: type[R]) -> None:
+        self._txn = txn
+        self._db = db
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._decode: Callable[[bytes], R] = msgspec.msgpack.Decoder(kind).decode
+
+    def get(self, key: str) -> R | None:
+        """Return the record, or None."""
+        raw = self._txn.get(_key(key), db=self._db)
+        return None if raw is None else self._decode(raw)
+
+    def put(self, key: str, record: R) -> None:
+        """Write a record, replacing an older one."""
+        self._txn.put(_key(key), self._encode(record), db=self._db)
+
+    def delete(self, key: str) -> None:
+        """Delete a record; none there is fine."""
+        self._txn.delete(_key(key), db=self._db)
+
+    def scan(self, prefix: str = "") -> Iterator[R]:
+        """Iterate over the records whose keys start with `prefix`, in key order."""
+        start = prefix.encode()
+        cursor = self._txn.cursor(db=self._db)
+        found = cursor.set_range(start) if start else cursor.first()
+        while found and cursor.key().startswith(start):
+            yield self._decode(cursor.value())
+            found = cursor.next()
+
+    def count(self) -> int:
+        """Return how many records there are."""
+        return cast(int, self._txn.stat(self._db)["entries"])
+
+
+class Txn:
+    """A transaction: the tables, and the few operations that span them."""
+
+    def __init__(self, txn: Any, dbs: dict[str, Any]) -> None:
+        self.attempts = Table(txn, dbs["attempts"], AttemptRecord)
+        self.shards = Table(txn, dbs["shards"], ShardRecord)
+        self.parts = Table(txn, dbs["parts"], PartRecord)
+        self.runs = Table(txn, dbs["runs"], RunRecord)
+        self.loose = Table(txn, dbs["loose"], LooseRecord)
+        self.meta = Table(txn, dbs["meta"], Meta)
+
+    def next_serial(self) -> int:
+        """Take the next attempt serial."""
+        meta = self.meta.get("meta") or Meta()
+        self.meta.put("meta", msgspec.structs.replace(meta, serial=meta.serial + 1))
+        return meta.serial + 1
+
+    def update_attempt(self, attempt: str, **changes: Any) -> AttemptRecord:
+        """Replace fields of an attempt's record and return the new one. Raises KeyError when there is none."""
+        record = self.attempts.get(attempt)
+        if record is None:
+            raise KeyError(attempt)
+        record = msgspec.structs.replace(record, **changes)
+        self.attempts.put(attempt, record)
+        return record
+
+    def shards_of(self, attempt: str) -> list[ShardRecord]:
+        """Return the attempt's shard records."""
+        return list(self.shards.scan(f"{attempt}/"))
+
+    def shard(self, attempt: str, shard: str) -> ShardRecord | None:
+        """Return one shard record, or None when it was dropped."""
+        return self.shards.get(f"{attempt}/{shard}")
+
+    def put_shard(self, record: ShardRecord) -> None:
+        """Write a shard record."""
+        self.shards.put(f"{record.attempt}/{record.shard}", record)
+
+    def drop_shard(self, record: ShardRecord) -> None:
+        """Delete a shard record and its parts."""
+        self.drop_parts(record)
+        self.shards.delete(f"{record.attempt}/{record.shard}")
+
+    def parts_of(self, record: ShardRecord) -> list[PartRecord]:
+        """Return the acknowledged parts of the shard's current upload, by number."""
+        prefix = f"{record.attempt}/{record.shard}/"
+        return [part for part in self.parts.scan(prefix) if part.upload_id == record.upload_id]
+
+    def put_part(self, record: ShardRecord, part: PartRecord) -> None:
+        """Record an acknowledged part."""
+        self.parts.put(f"{record.attempt}/{record.shard}/{part.number:05d}", part)
+
+    def drop_parts(self, record: ShardRecord) -> None:
+        """Forget all parts of a shard."""
+        prefix = f"{record.attempt}/{record.shard}/"
+        for number in [part.number for part in self.parts.scan(prefix)]:
+            self.parts.delete(f"{prefix}{number:05d}")
+
+
+class _Write(Generic[T]):
+    def __init__(self, fn: Callable[[Txn], T]) -> None:
+        self.fn = fn
+        self.done = trio.Event()
+        self.result: T
+        self.error: BaseException | None = None
+
+
+class Journal:
+    """The journal of one staging directory. One process holds it at a time (the daemon's staging lock sees to that)."""
+
+    def __init__(self, directory: Path) -> None:
+        """Open or create the journal. Raises StagingError when it is damaged or of another format."""
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        try:
+            self._env = lmdb.open(str(directory), map_size=MAP_SIZE, max_dbs=8, subdir=True, mode=0o600)
+            names = ("attempts", "shards", "parts", "runs", "loose", "meta")
+            self._dbs = {name: self._env.open_db(name.encode()) for name in names}
+            self._reserve(directory)
+            meta = self._check()
+        except (lmdb.Error, OSError, msgspec.MsgspecError) as error:
+            raise StagingError(
+                f"the journal in {directory} cannot be opened: {error}",
+                hint="free space or repair the disk; the files in staging/tree are plain files and can be copied out",
+            ) from error
+        if meta.format != FORMAT:
+            self._env.close()
+            raise StagingError(
+                f"the journal in {directory} has format {meta.format}, this cachefs reads {FORMAT}",
+                hint="run the cachefs version that wrote it until everything is published, then upgrade",
+            )
+        self._waiting: list[_Write[Any]] = []
+        self._committing = False
+
+    def _reserve(self, directory: Path) -> None:
+        fd = os.open(directory / "data.mdb", os.O_RDWR | os.O_CLOEXEC)
+        try:
+            if os.fstat(fd).st_size < RESERVED:
+                os.posix_fallocate(fd, 0, RESERVED)
+        finally:
+            os.close(fd)
+
+    def _check(self) -> Meta:
+        with self._env.begin(write=True) as raw:
+            txn = Txn(raw, self._dbs)
+            meta = txn.meta.get("meta")
+            if meta is None:
+                meta = Meta(format=FORMAT)
+                txn.meta.put("meta", meta)
+            return meta
+
+    def close(self) -> None:
+        """Close the environment; no transaction may be open."""
+        self._env.close()
+
+    @contextmanager
+    def read(self) -> Iterator[Txn]:
+        """Open a read transaction. Synchronous and short: no checkpoint while it is open."""
+        with self._env.begin() as raw:
+            yield Txn(raw, self._dbs)
+
+    def write_now(self, fn: Callable[[Txn], T]) -> T:
+        """Run `fn` in its own write transaction and commit it durably. For start-up and tools: blocks the caller."""
+        try:
+            with self._env.begin(write=True) as raw:
+                return fn(Txn(raw, self._dbs))
+        except lmdb.Error as error:
+            raise StagingError(f"the journal cannot be written: {error}", hint="free space in staging") from error
+
+    async def write(self, fn: Callable[[Txn], T]) -> T:
+        """Run `fn` in a write transaction, in a worker thread; its changes are durable when this returns.
+
+        Writers that wait at the same time share one transaction and one fdatasync. `fn` must only use the transaction
+        (it may be run again when another writer of the batch fails); what it raises is raised here and changes nothing.
+        Not interrupted by cancellation. Raises StagingError when the journal cannot be written (disk full).
+        """
+        write = _Write(fn)
+        self._waiting.append(write)
+        with trio.CancelScope(shield=True):
+            if self._committing:
+                await write.done.wait()
+            else:
+                await self._lead()
+        if write.error is not None:
+            raise write.error
+        return write.result
+
+    async def barrier(self) -> None:
+        """Return when everything written before is durable."""
+        await self.write(lambda _txn: None)
+
+    async def _lead(self) -> None:
+        self._committing = True
+        try:
+            while self._waiting:
+                batch, self._waiting = self._waiting, []
+                try:
+                    await trio.to_thread.run_sync(self._commit, batch)
+                except BaseException as error:
+                    for write in batch:
+                        write.error = write.error or error
+                    raise
+                finally:
+                    for write in batch:
+                        write.done.set()
+        finally:
+            self._committing = False
+
+    def _commit(self, batch: list[_Write[Any]]) -> None:
+        try:
+            with self._env.begin(write=True) as raw:
+                txn = Txn(raw, self._dbs)
+                for write in batch:
+                    write.result = write.fn(txn)
+        except Exception:
+            # One of them failed and took the transaction with it: each gets its own.
+            for write in batch:
+                self._commit_one(write)
+
+    def _commit_one(self, write: _Write[Any]) -> None:
+        try:
+            write.result = self.write_now(write.fn)
+        except Exception as error:
+            write.error = error
