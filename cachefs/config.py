@@ -3,8 +3,7 @@
 The fields of `Config` are the one table that everything else is made from: names, bounds, units and help of the TOML
 keys, of the environment variables and of the flags, and the table in the README (`python -m cachefs.config` prints it).
 
-    file, environment, flags ─► given() ─► load() ─► Config
-                                (each value checked where it stands)   (what is required, how values fit together)
+    file, environment, flags ─► given(): each value by itself ─► load(): what is required, what fits together ─► Config
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import re
 import socket
 import sys
 import tomllib
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, get_args, get_origin, get_type_hints
 
@@ -146,14 +145,14 @@ def _bare(kind: Any) -> Any:
 
 
 def _default(value: object, unit: str) -> str:
-    if value is None:
+    if value is None or value == ():
         return ""
     if unit == "bytes" and isinstance(value, int):
         return f"`{value // GIB}GiB`" if value % GIB == 0 else f"`{value // MIB}MiB`"
     if unit == "seconds":
         return f"`{value:g}s`"
     if isinstance(value, tuple):
-        return f"`{', '.join(value)}`" if value else ""
+        return f"`{', '.join(value)}`"
     return f"`{str(value).lower() if isinstance(value, bool) else value}`"
 
 
@@ -234,11 +233,8 @@ def _read(file: Path) -> dict[str, Any]:
 def _known(name: str, where: str) -> Key:
     if name in KEYS:
         return KEYS[name]
-    close = _close(name)
-    raise InvalidError(
-        f"unknown key {name!r} {where}" + (f"; did you mean {close!r}?" if close else ""),
-        hint="the README lists every key",
-    )
+    close = f"; did you mean {_close(name)!r}?" if _close(name) else ""
+    raise InvalidError(f"unknown key {name!r} {where}{close}", hint="the README lists every key")
 
 
 def _variable(name: str, variable: str) -> bool:
@@ -347,7 +343,7 @@ def _check_run(run: str) -> None:
 
 
 def _check_member(member: str) -> None:
-    if not member.strip() or "/" in member or not member.isprintable() or len(member.encode()) > 128:
+    if "/" in member or not member.strip() or not member.isprintable() or len(member.encode()) > 128:
         raise InvalidError("must be 1 to 128 bytes of printable text without '/'")
 
 
@@ -381,15 +377,28 @@ def _check_disjoint(places: Mapping[str, Path]) -> None:
                 )
 
 
-def table(keys: Collection[Key] = tuple(KEYS.values())) -> str:
+def table() -> str:
     """Return the markdown table of the README."""
     lines = ["| key | flag | variable | default | meaning |", "|---|---|---|---|---|"]
-    for key in keys:
+    for key in KEYS.values():
         flag, env = (f"`{text}`" if text else "" for text in (key.flag, key.env))
         unit = f" ({key.unit})" if key.unit else ""
         lines.append(f"| `{key.name}` | {flag} | {env} | {key.default} | {key.help}{unit} |")
     return "\n".join(lines) + "\n"
 
 
+def main(arguments: Sequence[str]) -> int:
+    """Print the table, or with the arguments KEY and FILE one key as the file or the environment sets it."""
+    if not arguments:
+        sys.stdout.write(table())
+        return 0
+    try:
+        sys.stdout.write(f"{given(Path(arguments[1]), os.environ, {})[arguments[0]]}\n")
+    except InvalidError as error:
+        sys.stderr.write(f"{error}\n")
+        return error.exit_code
+    return 0
+
+
 if __name__ == "__main__":
-    sys.stdout.write(table())
+    sys.exit(main(sys.argv[1:]))
