@@ -31,9 +31,7 @@ class Kind(Enum):
 
 
 class Change(msgspec.Struct, frozen=True, gc=False):
-    """One change of the visible tree. `writers` is how many writable handles stay open on the file (CLOSED,
-    RENAMED).
-    """
+    """One change of the visible tree. `writers` is how many writable handles are open on the file after the change."""
 
     kind: Kind
     path: bytes

@@ -28,6 +28,7 @@ class Staging:
         self.root = root
         self.tree = root / "tree"
         self.pins = root / "pins"
+        self.scratch = root / "scratch"
         self.journal = root / "journal"
         self.socket = root / "control.sock"
         try:
@@ -36,6 +37,9 @@ class Staging:
             self._lock = self._take_lock(root / "lock")
             self.tree.mkdir(exist_ok=True)
             self.pins.mkdir(mode=0o700, exist_ok=True)
+            self.scratch.mkdir(mode=0o700, exist_ok=True)
+            for left in self.scratch.iterdir():
+                left.unlink()
             if len({path.stat().st_dev for path in (root, self.tree, self.pins)}) != 1:
                 raise StagingError(f"{root} spans several file systems", hint="staging must be one local file system")
             self.tree_fd = os.open(self.tree, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

@@ -9,18 +9,52 @@ a crash left without a record.
 from __future__ import annotations
 
 import os
-import shutil
+import threading
 from collections.abc import Container
 from pathlib import Path
 
+from cachefs.staging.copying import clone
 from cachefs.staging.layout import Staging
+
+PinName = tuple[str, str]
+"""Attempt id and shard id."""
 
 
 class Pins:
     """The pins of one staging directory. Methods are synchronous and thread-safe; OSError passes through."""
 
     def __init__(self, staging: Staging) -> None:
+        """Find the pins that an earlier daemon left."""
         self._root = staging.pins
+        self._scratch = staging.scratch
+        self._lock = threading.Lock()
+        self._holders: dict[int, set[PinName]] = {}
+        self._inos: dict[PinName, int] = {}
+        for attempt in os.listdir(self._root):
+            for shard in os.listdir(self._root / attempt):
+                self._note((attempt, shard), os.lstat(self._root / attempt / shard).st_ino)
+
+    def _note(self, pin: PinName, ino: int) -> None:
+        with self._lock:
+            self._unlist(pin)
+            self._inos[pin] = ino
+            self._holders.setdefault(ino, set()).add(pin)
+
+    def _forget(self, pin: PinName) -> None:
+        with self._lock:
+            self._unlist(pin)
+
+    def _unlist(self, pin: PinName) -> None:
+        ino = self._inos.pop(pin, None)
+        if ino is not None:
+            self._holders[ino].discard(pin)
+            if not self._holders[ino]:
+                del self._holders[ino]
+
+    def holders(self, ino: int) -> frozenset[PinName]:
+        """Return the pins on an inode."""
+        with self._lock:
+            return frozenset(self._holders.get(ino, ()))
 
     def path(self, attempt: str, shard: str) -> Path:
         """Return where a pin is."""
@@ -31,7 +65,9 @@ class Pins:
         target = self.path(attempt, shard)
         target.parent.mkdir(mode=0o700, exist_ok=True)
         os.link(name, target, src_dir_fd=dir_fd, follow_symlinks=False)
-        return os.lstat(target)
+        stat = os.lstat(target)
+        self._note((attempt, shard), stat.st_ino)
+        return stat
 
     def open(self, attempt: str, shard: str) -> int:
         """Open a pinned file for reading, without touching its access time where that is allowed; return the fd."""
@@ -41,17 +77,38 @@ class Pins:
         except PermissionError:
             return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
 
-    def replace(self, attempt: str, shard: str, copy: Path) -> None:
-        """Put a copy with the same bytes in the place of a pin, atomically; the old inode is free to change."""
-        copy.rename(self.path(attempt, shard))
+    def is_current(self, attempt: str, shard: str, fd: int) -> bool:
+        """Return whether the pin still is the inode behind `fd`: what was read from it then is the pinned bytes."""
+        with self._lock:
+            return self._inos.get((attempt, shard)) == os.fstat(fd).st_ino
+
+    def release_inode(self, ino: int) -> None:
+        """Move every pin on an inode to a copy of its bytes, atomically each; the inode is free to change then. Blocks.
+
+        Raises OSError when the copy does not fit; the pins then stay on the inode.
+        """
+        for attempt, shard in self.holders(ino):
+            source = self.open(attempt, shard)
+            copy = self._scratch / f"{attempt}-{shard}"
+            try:
+                clone(source, copy)
+            finally:
+                os.close(source)
+            copy_ino = os.lstat(copy).st_ino
+            copy.rename(self.path(attempt, shard))
+            self._note((attempt, shard), copy_ino)
 
     def drop(self, attempt: str, shard: str) -> None:
         """Drop one pin; already gone is fine."""
         self.path(attempt, shard).unlink(missing_ok=True)
+        self._forget((attempt, shard))
 
     def drop_attempt(self, attempt: str) -> None:
         """Drop all pins of an attempt; already gone is fine."""
-        shutil.rmtree(self._root / attempt, ignore_errors=False) if (self._root / attempt).exists() else None
+        for shard in self.shards(attempt):
+            self.drop(attempt, shard)
+        if (self._root / attempt).exists():
+            (self._root / attempt).rmdir()
 
     def shards(self, attempt: str) -> set[str]:
         """Return the shard ids that have a pin."""
@@ -64,5 +121,5 @@ class Pins:
         """Drop the pins of attempts that are not in `known`; return their attempt ids."""
         swept = [name for name in os.listdir(self._root) if name not in known]
         for attempt in swept:
-            shutil.rmtree(self._root / attempt)
+            self.drop_attempt(attempt)
         return swept

@@ -1,0 +1,164 @@
+"""Bytes of files: create, open, read, write, sync, release."""
+
+from __future__ import annotations
+
+import errno
+import os
+
+import trio
+
+from cachefs.mount.handles import staging_flags
+from cachefs.mount.inodes import Node
+from cachefs.mount.namespace import Entry, Namespace
+from cachefs.mount.tree import Caller, Tree
+from cachefs.staging.changes import Change, Kind
+
+_WRITING = os.O_WRONLY | os.O_RDWR
+
+
+class Content:
+    """The file operations of the mount. All raise OSError; handles are descriptors (handles.py)."""
+
+    def __init__(self, tree: Tree, namespace: Namespace) -> None:
+        self._tree = tree
+        self._table = tree.table
+        self._namespace = namespace
+
+    async def create(self, parent: int, name: bytes, mode: int, flags: int, caller: Caller) -> tuple[int, Entry]:
+        """Create and open a file; open it when somebody else was faster and O_EXCL is not asked for."""
+        above = self._table.node(parent)
+        path = self._table.path_at(above, name)
+        await self._tree.before(Kind.CREATED, path)
+        await self._tree.observer.wait_for_room()
+        dir_fd = self._table.descriptor(above)
+        try:
+            fd = os.open(name, staging_flags(flags) | os.O_CREAT | os.O_EXCL, mode, dir_fd=dir_fd)
+        except FileExistsError:
+            if flags & os.O_EXCL:
+                raise
+            entry = self._namespace.entry(parent, name)
+            try:
+                return await self.open(entry[0].id, flags), entry
+            except BaseException:
+                self._table.forget(entry[0].id, 1)
+                raise
+        try:
+            self._tree.give_to(caller, above, fd)
+            if mode & 0o6000:
+                os.fchmod(fd, mode & 0o7777)  # a change of owner clears these bits
+            entry = self._namespace.entry(parent, name)
+        except BaseException:
+            os.close(fd)
+            raise
+        node = entry[0]
+        node.fresh = True
+        self._tree.handles.add(fd, node, flags)
+        await self._tree.after(Change(Kind.CREATED, path, writers=node.writers))
+        return fd, entry
+
+    async def open(self, ident: int, flags: int) -> int:
+        """Open a file; return the handle. Opening for writing frees the bytes from their pins first."""
+        node = self._table.node(ident)
+        emptied = bool(flags & os.O_TRUNC)
+        writing = emptied or bool(flags & _WRITING)
+        kind = Kind.TRUNCATED if emptied else Kind.OPENED
+        if writing:
+            await self._tree.before(kind, self._table.path_of(node))
+            await self._tree.make_writable(node, emptied=emptied)
+        fd = self._open_staged(node, staging_flags(flags) | (os.O_TRUNC if emptied else 0))
+        self._tree.handles.add(fd, node, flags)
+        if writing and node.names:
+            await self._tree.after(Change(kind, self._table.path_of(node), writers=node.writers))
+        return fd
+
+    def _open_staged(self, node: Node, flags: int) -> int:
+        if node.names:
+            dir_fd, name = self._table.at(node)
+            return os.open(name, flags, dir_fd=dir_fd)
+        return os.open(self._tree.reference(node), flags & ~os.O_NOFOLLOW)
+
+    def read(self, handle: int, offset: int, size: int) -> bytes:
+        """Read bytes; fewer at the end of the file."""
+        return os.pread(handle, size, offset)
+
+    async def write(self, handle: int, offset: int, data: bytes) -> int:
+        """Write bytes; return how many fit."""
+        if self._tree.handles[handle].synchronous:
+            return await trio.to_thread.run_sync(_write_through, handle, data, offset)
+        return os.pwrite(handle, data, offset)
+
+    async def truncate(self, node: Node, size: int) -> None:
+        """Set a file's size."""
+        if node.writers:
+            handles = self._tree.handles
+            os.ftruncate(next(fh for fh in node.handles if handles[fh].writable), size)
+            return
+        path = self._table.path_of(node)
+        await self._tree.before(Kind.TRUNCATED, path)
+        await self._tree.make_writable(node, emptied=size == 0)
+        fd = self._open_staged(node, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            os.ftruncate(fd, size)
+        finally:
+            os.close(fd)
+        if node.names:
+            await self._tree.after(Change(Kind.TRUNCATED, path, writers=1))
+            await self._tree.after(Change(Kind.CLOSED, path))
+
+    async def release(self, handle: int) -> None:
+        """Close a handle; the last writable one finishes the file."""
+        closed = self._tree.handles.remove(handle)
+        node = closed.node
+        path = self._table.path_of(node)
+        self._table.released(node)
+        if closed.writable and node.writers == 0 and node.names:
+            await self._tree.after(Change(Kind.CLOSED, path))
+
+    async def fsync(self, handle: int, *, data_only: bool) -> None:
+        """Return when the file's bytes, its name, and all that the journal knows of it are on the disk."""
+        node = self._tree.handles[handle].node
+        fd = os.dup(handle)  # the handle may be released while the thread works
+        try:
+            await trio.to_thread.run_sync(os.fdatasync if data_only else os.fsync, fd)
+        finally:
+            os.close(fd)
+        await self._sync_names(node)
+        await self._tree.observer.durable()
+
+    async def fsync_directory(self, node: Node) -> None:
+        """Return when the entries of a directory, and its own name, are on the disk."""
+        await trio.to_thread.run_sync(_sync_directory, os.dup(self._table.descriptor(node)))
+        await self._sync_names(node)
+        await self._tree.observer.durable()
+
+    async def _sync_names(self, node: Node) -> None:
+        while node.fresh and node.names:
+            node.fresh = False
+            parent = self._table.node(node.names[-1][0])
+            try:
+                await trio.to_thread.run_sync(_sync_directory, os.dup(self._table.descriptor(parent)))
+            except BaseException:
+                node.fresh = True
+                raise
+            node = parent
+
+
+def _sync_directory(path_fd: int) -> None:
+    try:
+        fd = os.open(b".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=path_fd)
+    except FileNotFoundError:
+        return  # removed meanwhile: nothing is left to be durable
+    finally:
+        os.close(path_fd)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _write_through(handle: int, data: bytes, offset: int) -> int:
+    written = os.pwrite(handle, data, offset)
+    if written == 0 and data:
+        raise OSError(errno.EIO, "nothing was written")
+    os.fdatasync(handle)
+    return written

@@ -1,0 +1,206 @@
+"""The inode table: which nodes the kernel holds, and under which names they stand in the visible tree.
+
+A node id is the staging inode number at the time the node was first seen. It stays when the node gets a fresh inode (a
+pinned file that is opened for writing), so that the kernel and the user see one stable file. Work on a node goes
+through the descriptor of its directory and its name there; names follow every rename, and a directory's own descriptor
+is opened when first needed and stays right when the directory moves. Files cost no descriptor until they are opened.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from itertools import count
+
+ROOT_ID = 1
+"""The kernel's node id of the mount root (FUSE_ROOT_ID, fuse_kernel.h)."""
+
+Name = tuple[int, bytes]
+"""A directory entry: the parent's node id, and the name in it."""
+
+
+class Node:
+    """A file or directory that the kernel holds a reference to."""
+
+    __slots__ = (
+        "dir_fd",
+        "fresh",
+        "handles",
+        "id",
+        "ino",
+        "is_dir",
+        "lookups",
+        "names",
+        "path",
+        "path_stamp",
+        "writers",
+    )
+
+    def __init__(self, ident: int, ino: int, *, is_dir: bool) -> None:
+        self.id = ident
+        self.ino = ino
+        self.is_dir = is_dir
+        self.lookups = 0
+        """References the kernel holds; it gives them back with FORGET."""
+        self.names: list[Name] = []
+        self.handles: set[int] = set()
+        """Descriptors of the open handles."""
+        self.writers = 0
+        self.fresh = False
+        """Whether the node was created or renamed since its directory was last synced."""
+        self.dir_fd = -1
+        self.path = b""
+        self.path_stamp = -1
+
+
+class InodeTable:
+    """All nodes. Only used from the FUSE loop; no method waits."""
+
+    def __init__(self, tree_fd: int) -> None:
+        stat = os.fstat(tree_fd)
+        self.root = Node(ROOT_ID, stat.st_ino, is_dir=True)
+        self.root.dir_fd = tree_fd
+        self._nodes: dict[int, Node] = {ROOT_ID: self.root}
+        self._by_ino: dict[int, Node] = {stat.st_ino: self.root}
+        self._entries: dict[Name, Node] = {}
+        self._spare = count(1 << 62)
+        self._moves = 0
+
+    def __len__(self) -> int:
+        return len(self._nodes)
+
+    def node(self, ident: int) -> Node:
+        """Return the node. Raises ESTALE for an id that is not known."""
+        try:
+            return self._nodes[ident]
+        except KeyError:
+            raise OSError(errno.ESTALE, "unknown node") from None
+
+    def entry(self, parent: int, name: bytes) -> Node | None:
+        """Return the node known under a name, or None when the kernel holds none."""
+        return self._entries.get((parent, name))
+
+    def by_ino(self, ino: int) -> Node | None:
+        """Return the node that a staging inode backs, or None."""
+        return self._by_ino.get(ino)
+
+    def remember(self, parent: int, name: bytes, ino: int, *, is_dir: bool) -> Node:
+        """Return the node for a directory entry that is about to be reported, and count the reference."""
+        node = self._by_ino.get(ino)
+        if node is None:
+            ident = ino if ino not in self._nodes and ino > ROOT_ID else next(self._spare)
+            node = Node(ident, ino, is_dir=is_dir)
+            self._nodes[ident] = node
+            self._by_ino[ino] = node
+        node.lookups += 1
+        key = (parent, name)
+        old = self._entries.get(key)
+        if old is not node:
+            if old is not None:
+                old.names.remove(key)
+            self._entries[key] = node
+            node.names.append(key)
+            node.path_stamp = -1
+        return node
+
+    def forget(self, ident: int, lookups: int) -> None:
+        """Give back references; the last one ends the node."""
+        node = self._nodes.get(ident)
+        if node is None or node is self.root:
+            return
+        node.lookups -= lookups
+        if node.lookups <= 0 and not node.handles:
+            self._drop(node)
+
+    def _drop(self, node: Node) -> None:
+        del self._nodes[node.id]
+        if self._by_ino.get(node.ino) is node:
+            del self._by_ino[node.ino]
+        for key in node.names:
+            del self._entries[key]
+        if node.dir_fd >= 0:
+            os.close(node.dir_fd)
+
+    def released(self, node: Node) -> None:
+        """End a node whose last handle is gone and that the kernel has forgotten before."""
+        if node.lookups <= 0 and not node.handles and node is not self.root:
+            self._drop(node)
+
+    def removed(self, parent: int, name: bytes, *, last: bool = False) -> None:
+        """Take a name away from the node it stood for.
+
+        With `last` the inode has no name left in the tree: it may be freed and its number used again, for another file,
+        while the kernel still holds this node.
+        """
+        node = self._entries.pop((parent, name), None)
+        if node is not None:
+            node.names.remove((parent, name))
+            node.path_stamp = -1
+            if last and self._by_ino.get(node.ino) is node:
+                del self._by_ino[node.ino]
+
+    def renamed(self, old: Name, new: Name, *, last: bool = False) -> None:
+        """Move a name; whatever stood under the new one has lost it (`last` as in `removed`)."""
+        self.removed(*new, last=last)
+        node = self._entries.pop(old, None)
+        if node is None:
+            self._moves += 1
+            return
+        node.names[node.names.index(old)] = new
+        self._entries[new] = node
+        node.path_stamp = -1
+        if node.is_dir:
+            self._moves += 1
+
+    def exchanged(self, one: Name, two: Name) -> None:
+        """Swap two names."""
+        first, second = self._entries.pop(one, None), self._entries.pop(two, None)
+        for node, old, new in ((first, one, two), (second, two, one)):
+            if node is not None:
+                node.names[node.names.index(old)] = new
+                node.path_stamp = -1
+                self._entries[new] = node
+        self._moves += 1
+
+    def rebind(self, node: Node, ino: int) -> None:
+        """Back a node by another staging inode from now on."""
+        if self._by_ino.get(node.ino) is node:
+            del self._by_ino[node.ino]
+        node.ino = ino
+        self._by_ino[ino] = node
+
+    def descriptor(self, node: Node) -> int:
+        """Return the descriptor of a directory node, for `*at` calls. Raises ENOTDIR, ENOENT for a removed
+        directory.
+        """
+        if node.dir_fd < 0:
+            if not node.is_dir:
+                raise OSError(errno.ENOTDIR, "not a directory")
+            parent_fd, name = self.at(node)
+            node.dir_fd = os.open(name, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent_fd)
+        return node.dir_fd
+
+    def at(self, node: Node) -> tuple[int, bytes]:
+        """Return the directory descriptor and the name to reach a node by. Raises ENOENT when it has no name left."""
+        if node is self.root:
+            return node.dir_fd, b"."
+        if not node.names:
+            raise OSError(errno.ENOENT, "no name left")
+        parent, name = node.names[-1]
+        return self.descriptor(self._nodes[parent]), name
+
+    def path_of(self, node: Node) -> bytes:
+        """Return the path of a node relative to the mount root; empty for the root and for a node without a name."""
+        if node.path_stamp != self._moves or not node.names:
+            if not node.names:
+                return b""
+            parent, name = node.names[-1]
+            above = self.path_of(self._nodes[parent])
+            node.path = above + b"/" + name if above else name
+            node.path_stamp = self._moves
+        return node.path
+
+    def path_at(self, parent: Node, name: bytes) -> bytes:
+        """Return the path of a directory entry relative to the mount root."""
+        above = self.path_of(parent)
+        return above + b"/" + name if above else name

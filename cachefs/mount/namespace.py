@@ -1,0 +1,226 @@
+"""Names: lookup, create, remove, rename, link, list. Work goes through directory descriptors."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import stat as stat_module
+
+from cachefs.mount.inodes import Node
+from cachefs.mount.tree import Caller, Tree
+from cachefs.staging.changes import Change, Kind
+
+RENAME_NOREPLACE = 1
+RENAME_EXCHANGE = 2
+_libc = ctypes.CDLL(None, use_errno=True)
+
+Entry = tuple[Node, os.stat_result]
+
+
+class Namespace:
+    """The directory operations of the mount. All raise OSError."""
+
+    def __init__(self, tree: Tree) -> None:
+        self._tree = tree
+        self._table = tree.table
+        self._listings: dict[int, tuple[Node, list[bytes]]] = {}
+        self._next_listing = 1
+
+    def lookup(self, parent: int, name: bytes) -> Entry | None:
+        """Return the entry, or None when there is none (the kernel may remember that: nobody else creates names)."""
+        above = self._table.node(parent)
+        if name in (b".", b".."):
+            node = above if name == b"." or above is self._table.root else self._table.node(above.names[-1][0])
+            node.lookups += 1
+            return node, self._tree.stat(node)
+        try:
+            return self._entry(above, name)
+        except FileNotFoundError:
+            return None
+
+    def _entry(self, parent: Node, name: bytes) -> Entry:
+        stat = os.stat(name, dir_fd=self._table.descriptor(parent), follow_symlinks=False)
+        is_dir = stat_module.S_ISDIR(stat.st_mode)
+        return self._table.remember(parent.id, name, stat.st_ino, is_dir=is_dir), stat
+
+    def entry(self, parent: int, name: bytes) -> Entry:
+        """Return an entry that must be there, and count the kernel's reference."""
+        return self._entry(self._table.node(parent), name)
+
+    async def mkdir(self, parent: int, name: bytes, mode: int, caller: Caller) -> Entry:
+        """Create a directory."""
+        above = self._table.node(parent)
+        path = self._table.path_at(above, name)
+        await self._tree.before(Kind.MADE_DIR, path, is_dir=True)
+        dir_fd = self._table.descriptor(above)
+        os.mkdir(name, mode, dir_fd=dir_fd)
+        self._tree.give_to(caller, above, name, dir_fd=dir_fd)
+        entry = self._entry(above, name)
+        entry[0].fresh = True
+        await self._tree.after(Change(Kind.MADE_DIR, path, is_dir=True))
+        return entry
+
+    async def mknod(self, parent: int, name: bytes, mode: int, rdev: int, caller: Caller) -> Entry:
+        """Create a fifo, socket, device or regular file."""
+        above = self._table.node(parent)
+        path = self._table.path_at(above, name)
+        regular = stat_module.S_ISREG(mode)
+        if regular:
+            await self._tree.before(Kind.CREATED, path)
+        dir_fd = self._table.descriptor(above)
+        os.mknod(name, mode, rdev, dir_fd=dir_fd)
+        self._tree.give_to(caller, above, name, dir_fd=dir_fd)
+        os.chmod(name, stat_module.S_IMODE(mode), dir_fd=dir_fd)
+        entry = self._entry(above, name)
+        entry[0].fresh = True
+        if regular:
+            await self._tree.after(Change(Kind.CREATED, path))
+            await self._tree.after(Change(Kind.CLOSED, path))
+        return entry
+
+    async def symlink(self, parent: int, name: bytes, target: bytes, caller: Caller) -> Entry:
+        """Create a symbolic link."""
+        above = self._table.node(parent)
+        path = self._table.path_at(above, name)
+        await self._tree.before(Kind.SYMLINKED, path)
+        dir_fd = self._table.descriptor(above)
+        os.symlink(target, name, dir_fd=dir_fd)
+        self._tree.give_to(caller, above, name, dir_fd=dir_fd)
+        entry = self._entry(above, name)
+        await self._tree.after(Change(Kind.SYMLINKED, path, target=target))
+        return entry
+
+    def readlink(self, ident: int) -> bytes:
+        """Return a symbolic link's target."""
+        dir_fd, name = self._table.at(self._table.node(ident))
+        return os.readlink(name, dir_fd=dir_fd)
+
+    async def link(self, ident: int, parent: int, name: bytes) -> Entry:
+        """Create a hard link."""
+        node = self._table.node(ident)
+        above = self._table.node(parent)
+        path = self._table.path_at(above, name)
+        old = self._table.path_of(node)
+        await self._tree.before(Kind.LINKED, path, old=old)
+        src_fd, src_name = self._table.at(node)
+        os.link(src_name, name, src_dir_fd=src_fd, dst_dir_fd=self._table.descriptor(above), follow_symlinks=False)
+        entry = self._entry(above, name)
+        node.fresh = True
+        await self._tree.after(Change(Kind.LINKED, path, old=old, writers=node.writers))
+        return entry
+
+    async def unlink(self, parent: int, name: bytes) -> None:
+        """Remove a name that is not a directory. Pins keep the bytes of closed saves."""
+        above = self._table.node(parent)
+        path = self._table.path_at(above, name)
+        await self._tree.before(Kind.REMOVED, path)
+        last = self._is_last(above, name)
+        os.unlink(name, dir_fd=self._table.descriptor(above))
+        self._table.removed(parent, name, last=last)
+        await self._tree.after(Change(Kind.REMOVED, path))
+
+    def _is_last(self, parent: Node, name: bytes) -> bool:
+        stat = os.stat(name, dir_fd=self._table.descriptor(parent), follow_symlinks=False)
+        return stat_module.S_ISDIR(stat.st_mode) or self._tree.links(stat) <= 1
+
+    async def rmdir(self, parent: int, name: bytes) -> None:
+        """Remove an empty directory."""
+        above = self._table.node(parent)
+        path = self._table.path_at(above, name)
+        await self._tree.before(Kind.REMOVED, path, is_dir=True)
+        os.rmdir(name, dir_fd=self._table.descriptor(above))
+        self._table.removed(parent, name, last=True)
+        await self._tree.after(Change(Kind.REMOVED, path, is_dir=True))
+
+    async def rename(self, old_parent: int, old_name: bytes, parent: int, name: bytes, flags: int) -> None:
+        """Rename, with RENAME_NOREPLACE or RENAME_EXCHANGE. The file may be open, for writing too."""
+        if flags not in (0, RENAME_NOREPLACE, RENAME_EXCHANGE):
+            raise OSError(errno.EINVAL, "unknown rename flags")
+        source, target = self._table.node(old_parent), self._table.node(parent)
+        old, new = self._table.path_at(source, old_name), self._table.path_at(target, name)
+        await self._tree.before(Kind.RENAMED, new, old=old)
+        source_fd, target_fd = self._table.descriptor(source), self._table.descriptor(target)
+        stat = os.stat(old_name, dir_fd=source_fd, follow_symlinks=False)
+        replaced = self._stat_or_none(target_fd, name)
+        if replaced is not None and flags == 0 and replaced.st_ino == stat.st_ino:
+            return  # two names of one file: POSIX wants nothing done
+        if flags == 0:
+            os.rename(old_name, name, src_dir_fd=source_fd, dst_dir_fd=target_fd)
+        else:
+            _renameat2(source_fd, old_name, target_fd, name, flags)
+        one, two = (old_parent, old_name), (parent, name)
+        if flags == RENAME_EXCHANGE:
+            assert replaced is not None
+            self._table.exchanged(one, two)
+            await self._tree.after(self._moved(two, replaced_by=stat, old=old, new=new))
+            await self._tree.after(self._moved(one, replaced_by=replaced, old=new, new=old))
+            return
+        last = replaced is not None and (stat_module.S_ISDIR(replaced.st_mode) or self._tree.links(replaced) <= 1)
+        self._table.renamed(one, two, last=last)
+        await self._tree.after(self._moved(two, replaced_by=stat, old=old, new=new))
+
+    def _moved(self, where: tuple[int, bytes], *, replaced_by: os.stat_result, old: bytes, new: bytes) -> Change:
+        node = self._table.entry(*where)
+        if node is not None:
+            node.fresh = True
+        is_dir = stat_module.S_ISDIR(replaced_by.st_mode)
+        return Change(Kind.RENAMED, new, old=old, is_dir=is_dir, writers=node.writers if node is not None else 0)
+
+    @staticmethod
+    def _stat_or_none(dir_fd: int, name: bytes) -> os.stat_result | None:
+        try:
+            return os.stat(name, dir_fd=dir_fd, follow_symlinks=False)
+        except FileNotFoundError:
+            return None
+
+    def opendir(self, ident: int) -> int:
+        """Start a listing; return its handle."""
+        node = self._table.node(ident)
+        self._table.descriptor(node)
+        handle = self._next_listing
+        self._next_listing += 1
+        self._listings[handle] = (node, [])
+        return handle
+
+    def names(self, handle: int, start: int) -> list[bytes]:
+        """Return the names of a listing; `start` 0 reads the directory (again), later positions use what was read.
+
+        Positions are indices into what was read, so a name is reported once whatever happens to the directory
+        meanwhile.
+        """
+        node, names = self._listings[handle]
+        if start == 0:
+            fd = os.open(b".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self._table.descriptor(node))
+            try:
+                names = [os.fsencode(name) for name in os.listdir(fd)]
+            finally:
+                os.close(fd)
+            self._listings[handle] = (node, names)
+        return names
+
+    def listed(self, handle: int, name: bytes) -> Entry | None:
+        """Return an entry of a listing and count the kernel's reference; None when it is gone meanwhile."""
+        node, _names = self._listings[handle]
+        try:
+            return self._entry(node, name)
+        except FileNotFoundError:
+            return None
+
+    def unlisted(self, node: Node) -> None:
+        """Take the reference of `listed` back: the kernel had no room for the entry."""
+        self._table.forget(node.id, 1)
+
+    def releasedir(self, handle: int) -> None:
+        """End a listing."""
+        del self._listings[handle]
+
+    def listing_node(self, handle: int) -> Node:
+        """Return the directory of a listing."""
+        return self._listings[handle][0]
+
+
+def _renameat2(source_fd: int, old: bytes, target_fd: int, new: bytes, flags: int) -> None:
+    if _libc.renameat2(source_fd, old, target_fd, new, flags) != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
