@@ -3,7 +3,7 @@
     store = FaultyStore(MemoryStore(), rules(Rule("put", lost_answer, key=ends("pointer.json"), nth=2)))
 
 Every operation asks the plan for a fault; without one the request goes through. Operations that change the store are
-counted as effects once they succeeded; `crash_after=n` raises Crash right after the n-th effect, and for every operation
+counted as effects once they succeeded; `crash_after=n` raises Crash right after the n-th effect, and for every call
 after it, as a killed process would send nothing more. `calls` is the log of everything that was asked.
 """
 
@@ -136,7 +136,7 @@ class Held:
 
 
 class Paused:
-    """A fault that stops the calling thread before the request until `resume()`, like SIGSTOP between check and write."""
+    """A fault that stops the caller before the request until `resume()`, like SIGSTOP between check and write."""
 
     def __init__(self) -> None:
         self.reached = threading.Event()
@@ -221,7 +221,7 @@ class FaultyStore:
         result = request()
         with self._lock:
             self.effects += 1
-            if self.crash_after is not None and self.effects >= self.crash_after:
+            if self.effects == self.crash_after:
                 self.dead = True
                 raise Crash
         return result
