@@ -144,8 +144,8 @@ class DirectoryStore:
 
     def get_range(self, key: str, version_id: str, offset: int, length: int) -> bytes:
         with self._pinned(key, version_id) as (fd, size):
-            if offset < 0 or length < 0 or offset + length > size:
-                raise InvalidError(f"range {offset}+{length} is outside {key} ({size} bytes)")
+            if offset + length > size:
+                raise CorruptError(f"range {offset}+{length} is outside {key} ({size} bytes)")
             return _read(fd, offset, length, key)
 
     def list(self, prefix: str, *, delimiter: str = "") -> Listing:

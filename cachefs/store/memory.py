@@ -17,7 +17,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import msgspec
 
 from cachefs import clock
-from cachefs.errors import BadPart, ConditionConflict, ConditionFailed, InvalidError, NoSuchUpload, NotFoundError
+from cachefs.errors import (
+    BadPart,
+    ConditionConflict,
+    ConditionFailed,
+    CorruptError,
+    InvalidError,
+    NoSuchUpload,
+    NotFoundError,
+)
 from cachefs.store.base import (
     STREAM_CHUNK,
     Buffer,
@@ -161,8 +169,8 @@ class MemoryStore:
 
     def get_range(self, key: str, version_id: str, offset: int, length: int) -> bytes:
         body = self._pinned(key, version_id)
-        if offset < 0 or length < 0 or offset + length > len(body):
-            raise InvalidError(f"range {offset}+{length} is outside {key} ({len(body)} bytes)")
+        if offset + length > len(body):
+            raise CorruptError(f"range {offset}+{length} is outside {key} ({len(body)} bytes)")
         return body[offset : offset + length]
 
     def list(self, prefix: str, *, delimiter: str = "") -> Listing:
