@@ -5,11 +5,11 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-MAKEFLAGS += --no-print-directory
+MAKEFLAGS += --no-print-directory --silent
 
 PYTHON ?= python3
 TORCH := torch==2.13.0
-PIP := .venv/bin/python -m pip --disable-pip-version-check --no-input -q
+PIP := .venv/bin/python -m pip --disable-pip-version-check --no-input -qq
 LOCKED := $(PIP) install --require-hashes
 # Steps that install run one at a time, also when make is called twice at once: the second waits, then finds it done.
 ONE_AT_A_TIME := mkdir -p .envs && flock --close .envs/lock $(MAKE)

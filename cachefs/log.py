@@ -26,7 +26,7 @@ from structlog.typing import EventDict, Processor
 from cachefs import clock
 from cachefs.formats.names import to_text
 
-__all__ = ["configure", "context", "get", "redacted"]
+__all__ = ["bridge", "configure", "context", "get", "redacted"]
 
 _SECRET_NAME: Final = re.compile(r"secret|passw|token|authorization|credential|private.?key|signature", re.IGNORECASE)
 _SECRET_TEXT: Final = re.compile(
@@ -50,6 +50,20 @@ def get(name: str) -> structlog.stdlib.BoundLogger:
     return logger
 
 
+def bridge() -> None:
+    """Hand the records of our loggers to the standard library's logging, in which every other library logs too."""
+    structlog.configure(
+        processors=[
+            structlog.stdlib.filter_by_level,
+            *_COMMON,
+            structlog.stdlib.ProcessorFormatter.wrap_for_formatter,
+        ],
+        logger_factory=structlog.stdlib.LoggerFactory(),
+        wrapper_class=structlog.stdlib.BoundLogger,
+        cache_logger_on_first_use=False,
+    )
+
+
 def configure(
     level: str = "info",
     format: Literal["auto", "json", "text"] = "auto",
@@ -62,27 +76,9 @@ def configure(
     journald = _is_journal(out, env.get("JOURNAL_STREAM", ""))
     text = format == "text" or (format == "auto" and (journald or out.isatty()))
     hidden = tuple(value for name in _SECRET_VARIABLES if len(value := env.get(name, "")) >= 8)
-    common: list[Processor] = [
-        structlog.contextvars.merge_contextvars,
-        structlog.stdlib.add_log_level,
-        structlog.stdlib.add_logger_name,
-        structlog.stdlib.PositionalArgumentsFormatter(),
-        _add_time,
-        structlog.processors.format_exc_info,
-        _plain,
-    ]
-    structlog.configure(
-        processors=[
-            structlog.stdlib.filter_by_level,
-            *common,
-            structlog.stdlib.ProcessorFormatter.wrap_for_formatter,
-        ],
-        logger_factory=structlog.stdlib.LoggerFactory(),
-        wrapper_class=structlog.stdlib.BoundLogger,
-        cache_logger_on_first_use=False,
-    )
+    bridge()
     handler = _Handler(out)
-    handler.setFormatter(_Formatter(common, _text_renderer(journald) if text else _render_json, hidden, journald))
+    handler.setFormatter(_Formatter(_text_renderer(journald) if text else _render_json, hidden, journald))
     root = logging.getLogger()
     for old in [handler for handler in root.handlers if isinstance(handler, _Handler)]:
         root.removeHandler(old)
@@ -107,9 +103,9 @@ class _Handler(logging.StreamHandler[TextIO]):
 class _Formatter(structlog.stdlib.ProcessorFormatter):
     """Renders a record, then hides secrets in the finished text, so that no key, argument or traceback escapes it."""
 
-    def __init__(self, common: list[Processor], renderer: Processor, hidden: tuple[str, ...], journald: bool) -> None:
+    def __init__(self, renderer: Processor, hidden: tuple[str, ...], journald: bool) -> None:
         super().__init__(
-            foreign_pre_chain=common,
+            foreign_pre_chain=_COMMON,
             processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, renderer],
         )
         self.hidden = hidden
@@ -177,3 +173,15 @@ def _quoted(value: object) -> str:
     text = str(value)
     plain = text.isprintable() and text and not set(text) & set(" =\"'")
     return text if plain else json.dumps(text, ensure_ascii=False)
+
+
+_COMMON: Final[tuple[Processor, ...]] = (
+    structlog.contextvars.merge_contextvars,
+    structlog.stdlib.add_log_level,
+    structlog.stdlib.add_logger_name,
+    structlog.stdlib.PositionalArgumentsFormatter(),
+    _add_time,
+    structlog.processors.format_exc_info,
+    _plain,
+)
+"""What every record goes through, ours and those of libraries."""

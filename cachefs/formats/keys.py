@@ -55,6 +55,9 @@ class Keys(msgspec.Struct, frozen=True):
             )
         return key
 
+    def _in(self, run: str, tail: str) -> str:
+        return self._join(f"runs/{_path(to_bytes(run))}/{tail}")
+
     def run(self, run: str) -> str:
         """Return the prefix of a run, without a trailing slash."""
         return self._join(f"runs/{_path(to_bytes(run))}")
@@ -69,47 +72,46 @@ class Keys(msgspec.Struct, frozen=True):
 
     def pointer(self, run: str) -> str:
         """Return the key of a run's pointer."""
-        return f"{self.run(run)}/pointer.json"
+        return self._in(run, "pointer.json")
 
     def attempts(self, run: str) -> str:
         """Return the prefix of all attempts of a run, with a trailing slash."""
-        return f"{self.run(run)}/attempts/"
+        return self._in(run, "attempts/")
 
     def attempt(self, run: str, attempt: str) -> str:
         """Return the prefix of one attempt, without a trailing slash."""
-        return f"{self.run(run)}/attempts/{attempt}"
+        return self._in(run, f"attempts/{attempt}")
 
     def open(self, run: str, attempt: str) -> str:
         """Return the key of the attempt's open record."""
-        return f"{self.attempt(run, attempt)}/open.json"
+        return self._in(run, f"attempts/{attempt}/open.json")
 
     def close(self, run: str, attempt: str) -> str:
         """Return the key of the attempt's close record."""
-        return f"{self.attempt(run, attempt)}/close.json"
+        return self._in(run, f"attempts/{attempt}/close.json")
 
     def member(self, run: str, attempt: str, member: str) -> str:
         """Return the key of a member's report."""
-        return f"{self.attempt(run, attempt)}/members/{_component(member.encode())}.json"
+        return self._in(run, f"attempts/{attempt}/members/{_component(member.encode())}.json")
 
     def manifest(self, run: str, attempt: str, *, opened: int, sealed: int) -> str:
         """Return the key of the manifest sealed under epoch `sealed` of an attempt opened under epoch `opened`."""
         name = "manifest.json" if sealed == opened else f"manifest-{sealed}.json"
-        return f"{self.attempt(run, attempt)}/{name}"
+        return self._in(run, f"attempts/{attempt}/{name}")
 
     def test(self, run: str, attempt: str, *, opened: int, sealed: int) -> str:
         """Return the key of the restore test's evidence for that manifest."""
         name = "test.json" if sealed == opened else f"test-{sealed}.json"
-        return f"{self.attempt(run, attempt)}/{name}"
+        return self._in(run, f"attempts/{attempt}/{name}")
 
     def shard(self, run: str, attempt: str, member: str, shard: str, path: str) -> str:
         """Return a shard's key: unique by the shard id; the file's name is there for human readers only."""
         name = _component(to_bytes(path).rsplit(b"/", 1)[-1])[:_SHARD_NAME_MAX].rstrip("%")
-        key = f"{self.attempt(run, attempt)}/shards/{_component(member.encode())}/{shard}-{name}"
-        return self._join(key.removeprefix(f"{self.prefix}/") if self.prefix else key)
+        return self._in(run, f"attempts/{attempt}/shards/{_component(member.encode())}/{shard}-{name}")
 
     def loose(self, run: str, path: str) -> str:
         """Return the key of a loose file; `path` is relative to the run directory."""
-        return self._join(f"runs/{_path(to_bytes(run))}/loose/{_path(to_bytes(path))}")
+        return self._in(run, f"loose/{_path(to_bytes(path))}")
 
     def run_of(self, key_prefix: str) -> str:
         """Return the run's text form for a prefix `<prefix>/runs/<run>` (the inverse of `run`)."""

@@ -43,7 +43,10 @@ def checked_path(text: str) -> bytes:
 
     Raises CorruptError for empty, absolute or over-long paths, NUL bytes, and the components `.` and `..`.
     """
-    path = to_bytes(text)
+    try:
+        path = to_bytes(text)
+    except UnicodeEncodeError as error:
+        raise CorruptError(f"unsafe path in manifest: {text!r}") from error
     if not path or path.startswith(b"/") or b"\0" in path or len(path) >= PATH_MAX:
         raise CorruptError(f"unsafe path in manifest: {text!r}")
     for part in path.split(b"/"):

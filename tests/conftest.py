@@ -1,0 +1,64 @@
+"""For every test: an undeclared warning in the log is a failure; Hypothesis profiles `ci` (default) and `long`."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+from cachefs import log
+
+settings.register_profile("ci", max_examples=100, deadline=None, print_blob=True)
+settings.register_profile("long", settings.get_profile("ci"), max_examples=5000, suppress_health_check=[*HealthCheck])
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+log.bridge()
+
+
+class DeclaredWarnings(logging.Handler):
+    """Collects records of WARNING and above, and knows which of them the test expects.
+
+    `declared_warnings(r"retry .*503")` expects at least one record that holds the pattern (in the event or its facts);
+    with `optional=True` there may be none, for warnings that depend on timing.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.records: list[str] = []
+        self._declared: dict[str, bool] = {}
+
+    def __call__(self, pattern: str, *, optional: bool = False) -> None:
+        self._declared[pattern] = optional
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append(f"{record.levelname} {record.name}: {record.getMessage()}")
+
+    def problems(self) -> list[str]:
+        """Return one line for each record that nothing declares, and for each declaration that nothing met."""
+        undeclared = [
+            f"undeclared: {record}"
+            for record in self.records
+            if not any(re.search(pattern, record) for pattern in self._declared)
+        ]
+        unmet = [
+            f"declared but not logged: {pattern}"
+            for pattern, optional in self._declared.items()
+            if not optional and not any(re.search(pattern, record) for record in self.records)
+        ]
+        return undeclared + unmet
+
+
+@pytest.fixture(autouse=True)
+def declared_warnings() -> Iterator[DeclaredWarnings]:
+    """Fail the test for every warning in the log that it did not declare, and for every declared one that never came."""
+    watch = DeclaredWarnings()
+    root = logging.getLogger()
+    root.addHandler(watch)
+    yield watch
+    root.removeHandler(watch)
+    if problems := watch.problems():
+        pytest.fail("log:\n  " + "\n  ".join(problems), pytrace=False)
