@@ -1,0 +1,95 @@
+"""The run's pointer: taking an epoch, moving to a candidate, looking back. Talks to the store only, not the journal.
+
+Every function reads the pointer, lets rules.py decide, and writes with the ETag it has read; when another write came
+between, it reads and decides again. So there is no check that could be out of date when the write lands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+
+from cachefs import clock
+from cachefs.errors import ConditionFailed
+from cachefs.formats.pointer import Published
+from cachefs.formats.records import RunRecord
+from cachefs.publish import rules
+from cachefs.publish.rules import Already, Cas, Refused
+from cachefs.publish.writes import Writes
+from cachefs.restore.reader import Seen, read_version
+
+
+class Identity(msgspec.Struct, frozen=True):
+    """Who writes the pointer: `owner` is unique to this process (I9); `nonce` and `at` make fresh values per write."""
+
+    owner: str
+    nonce: Callable[[], str] = clock.new_id
+    at: Callable[[], str] = clock.timestamp
+
+
+async def take_epoch(writes: Writes, run: str, who: Identity, record: RunRecord | None) -> int:
+    """Take the next epoch of a run for this process and return it; the grant was read back.
+
+    `record` is what the journal knows of the run. Another process may have taken the run over since: the first
+    promotion or the next look at the pointer finds out. Raises CorruptError when the pointer is gone or older than the
+    journal remembers: then the run is halted.
+    """
+    retries = 0
+    while True:
+        seen = await writes.pointer(run)
+        rules.check_known(run, seen, record)
+        if seen is None:
+            await writes.check_never_existed(run)
+        elif seen.pointer.owner == who.owner:
+            return seen.pointer.epoch  # an earlier grant of this process, whose outcome was left open
+        ours = rules.grant(run, seen, owner=who.owner, nonce=who.nonce(), at=who.at())
+        swap = await writes.swap(run, ours)
+        if swap.outcome is not Cas.LOST:
+            return ours.epoch
+        await writes.pause(ConditionFailed(f"another process was granted run {run!r} first"), retries)
+        retries += 1
+
+
+async def promote(
+    writes: Writes, run: str, candidate: Published, who: Identity, *, epoch: int, sealed_epoch: int
+) -> Published | Refused:
+    """Make the run's pointer name `candidate`; returns what it named, read back (I17), or why it never will.
+
+    Raises FencedError when the run belongs to another epoch, CorruptError when the pointer is gone. Repeating it is
+    harmless: an attempt that is published already is a success.
+    """
+    while True:
+        seen = await writes.pointer(run)
+        if seen is None:
+            raise rules.hidden(run)
+        ours = rules.promote(
+            seen,
+            candidate,
+            sealed_epoch=sealed_epoch,
+            owner=who.owner,
+            epoch=epoch,
+            nonce=who.nonce(),
+            at=who.at(),
+        )
+        if isinstance(ours, Already):
+            return ours.published
+        if isinstance(ours, Refused):
+            return await published_since(writes, run, seen, candidate.attempt, sealed_epoch) or ours
+        swap = await writes.swap(run, ours)
+        if swap.outcome in (Cas.LANDED, Cas.SUPERSEDED):
+            return candidate
+
+
+async def published_since(writes: Writes, run: str, seen: Seen, attempt: str, epoch: int) -> Published | None:
+    """Return how the pointer named `attempt`, now or in an earlier version of `epoch` or later; None if it never did.
+
+    A manifest sealed under an epoch is promoted under that epoch, so older versions need not be read.
+    """
+    at: Seen | None = seen
+    while at is not None and at.pointer.epoch >= epoch:
+        published, prev = at.pointer.published, at.pointer.prev
+        if published is not None and published.attempt == attempt:
+            return published
+        at = await writes.read(read_version, writes.store, writes.keys, run, prev) if prev else None
+    return None

@@ -1,0 +1,235 @@
+"""The rules of publication, pure: no I/O, no clock, no randomness. PROTOCOL.md explains them.
+
+Pointer: `grant` and `promote` return the next body. Each is written with the ETag of the version it was computed from,
+so the check made here and the write are one atomic step.
+Unclear writes: `classify_create` and `classify_cas` say what a read-back proves.
+Attempts: `next_step` says what an attempt needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+
+import msgspec
+
+from cachefs.errors import CorruptError, FencedError
+from cachefs.formats.pointer import Pointer, Published
+from cachefs.formats.records import AttemptRecord, RunRecord, State
+from cachefs.restore.reader import Seen
+from cachefs.store.base import ObjectInfo
+
+META_WRITE_ID = "cachefs-write-id"
+META_SHA256 = "cachefs-sha256"
+META_SIZE = "cachefs-size"
+
+
+class Already(msgspec.Struct, frozen=True):
+    """The pointer names this attempt: an earlier copy of the same promotion has landed."""
+
+    published: Published
+
+
+class Refused(msgspec.Struct, frozen=True):
+    """The attempt can never be promoted; the attempt is abandoned for `reason`."""
+
+    reason: str
+
+
+def grant(run: str, current: Seen | None, *, owner: str, nonce: str, at: str) -> Pointer:
+    """Return the pointer that gives the run to `owner` under the next epoch; what is published stays."""
+    if current is None:
+        return Pointer(run=run, kind="grant", seq=1, epoch=1, owner=owner, nonce=nonce, at=at)
+    old = current.pointer
+    return msgspec.structs.replace(
+        old,
+        kind="grant",
+        seq=old.seq + 1,
+        epoch=old.epoch + 1,
+        owner=owner,
+        nonce=nonce,
+        at=at,
+        prev=current.prev,
+        rollback_of=None,
+    )
+
+
+def promote(
+    current: Seen, candidate: Published, *, sealed_epoch: int, owner: str, epoch: int, nonce: str, at: str
+) -> Pointer | Already | Refused:
+    """Return the pointer that publishes `candidate`, or why there is nothing to write.
+
+    Raises FencedError when the run does not belong to this owner in this epoch (I7), and for a manifest that was sealed
+    under another epoch: an attempt is adopted by sealing it again.
+    """
+    old = current.pointer
+    if old.published is not None and old.published.attempt == candidate.attempt:
+        return Already(old.published)
+    if not holds(old, owner, epoch):
+        raise FencedError(f"run {old.run!r} belongs to {holder(old)}", hint="restart this daemon to take the run over")
+    if sealed_epoch != epoch:
+        raise FencedError(f"{candidate.generation} was sealed under epoch {sealed_epoch}, the run is at epoch {epoch}")
+    if candidate.attempt in old.retired:
+        return Refused(f"attempt {candidate.attempt} was retired by garbage collection")
+    if old.published is not None and candidate.order <= old.published.order:
+        return Refused(
+            f"superseded: step {candidate.order.step} is not newer than the published step "
+            f"{old.published.order.step} ({old.published.generation}); roll the run back first to publish older steps"
+        )
+    return msgspec.structs.replace(
+        old,
+        kind="promote",
+        seq=old.seq + 1,
+        nonce=nonce,
+        at=at,
+        published=candidate,
+        prev=current.prev,
+        rollback_of=None,
+    )
+
+
+def holds(pointer: Pointer, owner: str, epoch: int) -> bool:
+    """Return whether the pointer gives the run to this owner in this epoch."""
+    return pointer.epoch == epoch and pointer.owner == owner
+
+
+def holder(pointer: Pointer) -> str:
+    """Return the owner that a pointer names, for messages and RunRecord.fenced_by."""
+    return f"{pointer.owner} (epoch {pointer.epoch})"
+
+
+def check_known(run: str, current: Seen | None, record: RunRecord | None) -> None:
+    """Check a pointer against what the journal remembers of the run (I6: epochs never fall).
+
+    Raises CorruptError when the pointer is older than that, or not there although there was one.
+    """
+    known = record.epoch if record else 0
+    if known and current is None:
+        raise hidden(run)
+    if current is not None and current.pointer.epoch < known:
+        raise CorruptError(
+            f"the pointer of run {run!r} is at epoch {current.pointer.epoch}, but this daemon has held epoch {known}",
+            hint="the bucket was replaced or its pointer overwritten from outside; publication of this run is halted",
+        )
+
+
+def hidden(run: str) -> CorruptError:
+    """Return the error for a pointer that existed and cannot be seen: the run is halted, never bootstrapped again."""
+    return CorruptError(
+        f"the pointer of run {run!r} existed and is gone: deleted, or hidden by a delete marker",
+        hint="delete the marker of pointer.json by its version id; publication of this run is halted until then",
+    )
+
+
+class Create(Enum):
+    """What a read-back says about an unclear create-only write."""
+
+    OURS = "our write has landed"
+    SAME = "another write of the same bytes has landed"
+    OTHER = "other bytes are there: this write can never succeed"
+    ABSENT = "nothing has landed: the store refused because of another request"
+    UNKNOWN = "nothing is there yet; the request may still land"
+
+
+def classify_create(found: ObjectInfo | None, *, write_id: str, size: int, sha256: str, refused: bool) -> Create:
+    """Decide about a create-only write from a HEAD of its key.
+
+    `refused`: the store answered 409 or 412, so that copy of the request is over. Whatever is absent is sent again
+    *identically*; only the words differ.
+    """
+    if found is None:
+        return Create.ABSENT if refused else Create.UNKNOWN
+    digest = found.metadata.get(META_SHA256, found.checksum)
+    if found.size != size or digest != sha256:
+        return Create.OTHER
+    return Create.OURS if found.metadata.get(META_WRITE_ID) == write_id else Create.SAME
+
+
+class Cas(Enum):
+    """What reading the pointer says about an unclear compare-and-swap."""
+
+    LANDED = "the pointer is ours"
+    SUPERSEDED = "ours has landed and was replaced since"
+    LOST = "another write took the place of ours: it can no longer land"
+    UNDECIDED = "the version it replaces is still current: send the identical request again"
+    HIDDEN = "there was a pointer and now there is none"
+    WALK = "append the version that the last one replaced, and ask again"
+
+
+def classify_cas(ours: Pointer, chain: Sequence[Seen | None]) -> Cas:
+    """Decide about a swap from the pointer's versions, newest first: `chain` holds the current one, then its
+    predecessors as far as WALK asked for them; a None after the first means the store no longer has it.
+
+    The ETag that `ours` waits for is a hash of a body that is never written twice (I8): once it is not current, `ours`
+    either is among the successors or can never land.
+    """
+    current, last, prev = chain[0], chain[-1], ours.prev
+    if current is None:
+        return Cas.UNDECIDED if prev is None else Cas.HIDDEN
+    if current.pointer.nonce == ours.nonce:
+        return Cas.LANDED
+    # Older than what ours replaces: a read from a lagging replica, which proves nothing.
+    if prev is not None and (current.etag == prev.etag or current.pointer.seq < prev.seq):
+        return Cas.UNDECIDED
+    if last is None:
+        raise CorruptError(f"the history of run {ours.run!r} does not reach back to seq {ours.seq}")
+    if last.pointer.nonce == ours.nonce:
+        return Cas.SUPERSEDED
+    return Cas.LOST if last.pointer.seq <= ours.seq else Cas.WALK
+
+
+class Step(Enum):
+    """What an attempt needs next. Each step is one effect in the store, then its result in the journal."""
+
+    WAIT = "wait"
+    OPEN = "open"
+    REPORT = "report"
+    SEAL = "seal"
+    TEST = "test"
+    PROMOTE = "promote"
+    DONE = "done"
+
+
+def next_step(attempt: AttemptRecord, epoch: int) -> Step:
+    """Return the next step of an attempt for a process that holds `epoch` of its run.
+
+    An attempt that was sealed under an earlier epoch is adopted: sealed, tested and promoted again under this one.
+    """
+    if attempt.state.final:
+        return Step.DONE
+    if attempt.opened_epoch is None:
+        return Step.OPEN
+    if attempt.state.rank < State.FLUSHED.rank:
+        return Step.WAIT
+    if attempt.report is None:
+        return Step.REPORT
+    if attempt.state is State.FLUSHED or attempt.sealed_epoch != epoch:
+        return Step.SEAL
+    return Step.TEST if attempt.state is State.SEALED else Step.PROMOTE
+
+
+def next_attempt(attempts: Sequence[AttemptRecord], epoch: int) -> tuple[AttemptRecord, Step] | None:
+    """Return which attempt of a run to work on and its step, or None when all wait.
+
+    Open records first, in serial order, so that ordinals follow the order of the saves. Then the oldest attempt: a
+    closed one that is still being flushed holds back those after it, because publishing them first would refuse it for
+    its older step; one that is still being written does not.
+    """
+    ordered = sorted(attempts, key=lambda attempt: attempt.serial)
+    steps = [(attempt, next_step(attempt, epoch)) for attempt in ordered if not attempt.state.final]
+    for attempt, step in steps:
+        if step is Step.OPEN:
+            return attempt, step
+    for attempt, step in steps:
+        if step is not Step.WAIT:
+            return attempt, step
+        if attempt.closed_at is not None:
+            return None
+    return None
+
+
+def effective_state(attempt: AttemptRecord, run: RunRecord | None) -> State:
+    """Return the state to show: `fenced` for an attempt that is not final in a run that another process has taken."""
+    if run is not None and run.fenced_by and not attempt.state.final:
+        return State.FENCED
+    return attempt.state
