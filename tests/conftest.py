@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -54,7 +55,7 @@ class DeclaredWarnings(logging.Handler):
 
 @pytest.fixture(autouse=True)
 def declared_warnings() -> Iterator[DeclaredWarnings]:
-    """Fail the test for every warning in the log that it did not declare, and for every declared one that never came."""
+    """Fail the test for every logged warning that it did not declare, and for every declared one that is missing."""
     watch = DeclaredWarnings()
     root = logging.getLogger()
     root.addHandler(watch)
@@ -62,3 +63,18 @@ def declared_warnings() -> Iterator[DeclaredWarnings]:
     root.removeHandler(watch)
     if problems := watch.problems():
         pytest.fail("log:\n  " + "\n  ".join(problems), pytrace=False)
+
+
+@pytest.fixture
+def readme_table() -> Callable[[str], str | None]:
+    """Return a function: the README's text between the markers of a name; None while there is no README."""
+
+    def section(name: str) -> str | None:
+        readme = Path(__file__).parent.parent / "README.md"
+        if not readme.exists():
+            return None
+        found = re.search(rf"<!-- {name} -->\n(.*?)<!-- /{name} -->", readme.read_text(), re.DOTALL)
+        assert found, f"README.md has no section between <!-- {name} --> markers"
+        return found[1].strip() + "\n"
+
+    return section
