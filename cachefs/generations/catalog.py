@@ -87,6 +87,7 @@ NEMO = Preset(
     close=(Signal("marker-removed", ("{name}-unfinished",)),),
     strength="B",
     guards=("weights/metadata.json",),
+    evidence=("weights/**", "context/**"),
     expected=("dcp",),
 )
 # deepspeed/runtime/engine.py, save_checkpoint: rank 0 writes `latest` before the barrier, so it proves nothing about
@@ -97,6 +98,7 @@ DEEPSPEED = Preset(
     close=(Signal("parent-file", ("latest",)),),
     strength="C",
     expected=("formats",),
+    evidence=("**/*_states.pt",),
     trackers=("latest", "zero_to_fp32.py"),
 )
 # transformers/trainer.py, _save_checkpoint: trainer_state.json is rank 0's last file; no barrier before it.
@@ -108,6 +110,7 @@ HF_TRAINER = Preset(
     blocked_by=("checkpoint-is-incomplete.txt",),
     expected=("dcp", "index", "names", "formats"),
     rank_files=("rng_state_{rank}.pth",),
+    evidence=("trainer_state.json",),
 )
 # 4.36.2 to 4.38: everyone waits, then `tmp-checkpoint-N` becomes `checkpoint-N`.
 HF_TRAINER_TMP = Preset(
@@ -115,6 +118,7 @@ HF_TRAINER_TMP = Preset(
     pattern=r"checkpoint-(?P<step>\d+)",
     close=(Signal("renamed-dir"),),
     guards=("trainer_state.json",),
+    evidence=("trainer_state.json",),
     temp=r"tmp-checkpoint-(?P<step>\d+)",
 )
 # accelerate/accelerator.py, save_state: no marker at all. The next save of the run proves that this one returned.
@@ -222,6 +226,7 @@ VERL = Preset(
     pattern=r"global_step_(?P<step>\d+)",
     close=(Signal("parent-file", (_MEGATRON_TRACKER,)),),
     expected=("dcp", "names"),
+    evidence=("actor/**", "critic/**", "data.pt"),
     trackers=(_MEGATRON_TRACKER,),
 )
 # lingua/checkpoint.py: DCP, params.json, train_state_{dp}.json per rank, and no marker after them.
@@ -241,7 +246,7 @@ _STEP_WORD = r"(?:global_?step|step|iter(?:ation)?|ckpt|checkpoint|epoch|model|s
 SINGLE = Preset(
     name="single",
     kind="file",
-    pattern=rf"(?:(?:.*[-_.])?(?:{_STEP_WORD}[-_=]?)?(?<!rank[-_])(?P<step>\d+)|.*)\.(?:pt|ckpt|safetensors)",
+    pattern=rf"(?:(?:.*[-_.])?(?:{_STEP_WORD}[-_=]?)?(?<!rank[-_])(?<!-of-)(?P<step>\d+)|.*)\.(?:pt|ckpt|safetensors)",
 )
 
 BUILTIN: dict[str, Preset] = {

@@ -64,6 +64,11 @@ class Placer:
         """Return the placement of a directory itself, or None when no preset knows its name."""
         return self._directory(path)
 
+    def any(self, path: bytes, *, is_file: bool) -> Placement:
+        """Return the placement of a path that somebody says is a generation, also when no preset knows its name."""
+        found = self._as_file(path) if is_file else (self._named(path) or self._directory(path))
+        return found or self._build(path, None, "file" if is_file else "directory", (), temporary=False)
+
     def _find_named(self, directory: bytes) -> Placement | None:
         if not directory:
             return None

@@ -1,0 +1,145 @@
+"""The detector's ledger: which saves are open or remembered, which files are open, where a path belongs."""
+
+from __future__ import annotations
+
+from cachefs.generations import signals
+from cachefs.generations.actions import Action, CancelSave, Loose, OpenSave, View
+from cachefs.generations.placement import Placement, Placer, parent
+from cachefs.generations.presets import TEMP_NAMES, SignalKind, matches
+from cachefs.generations.saves import Closed, OpenFiles, Save, Seen, inside
+from cachefs.staging.changes import Kind
+
+_NEW_NAME = (Kind.CREATED, Kind.RENAMED, Kind.LINKED, Kind.SYMLINKED)
+
+
+class Ledger:
+    """Keeps one rule above all: no open or remembered generation lies inside another one.
+
+    Actions collect in `_out` in the order they happen; `_dirty` are the saves to be judged again.
+    """
+
+    def __init__(self, placer: Placer) -> None:
+        self._placer = placer
+        self._files = OpenFiles()
+        self._saves: dict[bytes, Save] = {}
+        self._closed: dict[bytes, Closed] = {}
+        self._dirty: set[bytes] = set()
+        self._out: list[Action] = []
+
+    def _known(self, path: bytes) -> bytes | None:
+        """Return the root of the open or remembered generation that a path lies in."""
+        root = path
+        while root:
+            known = self._saves.get(root) or self._closed.get(root)
+            if known is not None and (root == path or known.placement.kind == "directory"):
+                return root
+            root = parent(root)
+        return None
+
+    def _root_at(self, path: bytes, was: Placement) -> Placement | None:
+        """Return the placement of a moved generation root, or None when it is none any more."""
+        if self._known(path) is not None:
+            return None
+        if was.kind == "file":
+            placement = self._placer.place(path)
+            return placement if placement and placement.path == path else None
+        named = self._placer.place(path, is_dir=True)
+        placement = named or self._placer.directory(path)
+        return placement if placement and placement.path == path else None
+
+    def _touch(self, path: bytes, kind: Kind, now: float) -> Save | None:
+        """A path changed: return the save it belongs to, opening one if this is its first change; None outside."""
+        root = self._known(path)
+        placement = self._placer.place(path)
+        closed = self._closed.get(root) if root is not None else None
+        if closed is not None and placement is not None and _outgrown(closed.placement, placement):
+            del self._closed[closed.placement.path]
+            root, closed = None, None
+        if root is not None and (save := self._saves.get(root)) is not None:
+            if save.stale:
+                self._cancel(root, "superseded: written again after a restart")
+                save = self._open(save.placement, now)
+        elif closed is not None:
+            name = closed.placement.relative(path)
+            if kind in _NEW_NAME and name not in closed.names:
+                closed.late.add(name)
+                return None
+            save = self._open(closed.placement, now)
+        else:
+            if placement is None or (kind is Kind.SYMLINKED and placement.kind == "file"):
+                return None
+            if placement.kind == "directory" and not self._make_room(placement):
+                return None
+            save = self._open(placement, now)
+        save.wrote(save.placement.relative(path), now)
+        self._dirty.add(save.placement.path)
+        return save
+
+    def _make_room(self, placement: Placement) -> bool:
+        """Single files below a new generation become part of it; a directory generation below forbids it."""
+        below = [root for root in (*self._saves, *self._closed) if inside(root, placement.path)]
+        known = [self._saves.get(root) or self._closed[root] for root in below]
+        if any(one.placement.kind == "directory" for one in known):
+            return False
+        for root in below:
+            self._cancel(root, "part of a generation now")
+            self._closed.pop(root, None)
+        return True
+
+    def _open(self, placement: Placement, now: float) -> Save:
+        self._closed.pop(placement.path, None)
+        save = self._saves[placement.path] = Save(placement, now)
+        self._out.append(OpenSave(placement))
+        for path, other in self._saves.items():
+            if other is save or other.placement.run != placement.run or placement.step is None:
+                continue
+            if other.placement.step is None or other.placement.step >= placement.step:
+                continue
+            for preset in other.placement.candidates:
+                if any(signal.on == "next-save" for signal in preset.close):
+                    other.seen[preset.name] = Seen(signals.NEXT_SAVE, placement.path, now)
+                    self._dirty.add(path)
+        return save
+
+    def _cancel(self, path: bytes, reason: str) -> None:
+        if self._saves.pop(path, None) is not None:
+            self._out.append(CancelSave(path, reason))
+
+    def _loose(self, path: bytes) -> None:
+        if not matches(path, TEMP_NAMES):
+            self._out.append(Loose(path))
+
+    def _beside(self, path: bytes) -> list[Save]:
+        above = parent(path)
+        return [
+            save
+            for root, save in self._saves.items()
+            if parent(root) == above and root != path and save.placement.kind == "directory"
+        ]
+
+    def _unmark(self, path: bytes) -> None:
+        for save in self._saves.values():
+            save.unmark(path)
+
+    def _inner(self, save: Save, name: bytes, now: float, *, renamed: bool, again: bool = True) -> None:
+        for preset in save.placement.candidates:
+            label = signals.inner_signal(preset, name, renamed=renamed)
+            if label and (again or preset.name not in save.seen):
+                save.seen[preset.name] = Seen(label, save.placement.path + b"/" + name, now)
+
+    def _outer(self, save: Save, path: bytes, on: SignalKind, now: float, view: View) -> None:
+        for preset in save.placement.candidates:
+            label = signals.outer_signal(preset, save.placement, on, path, view)
+            if label:
+                save.seen[preset.name] = Seen(label, path, now)
+                self._dirty.add(save.placement.path)
+
+
+def _outgrown(closed: Placement, placement: Placement) -> bool:
+    """Return whether a checkpoint's own name appeared below a directory that only its contents made a generation.
+
+    Then that was a save into a run's directory: the generations of the run go on, each by itself.
+    """
+    by_contents = all(preset.generic for preset in closed.candidates)
+    below = placement.kind == "directory" and placement.path != closed.path and inside(placement.path, closed.path)
+    return by_contents and below and not all(preset.generic for preset in placement.candidates)

@@ -1,0 +1,102 @@
+"""The verdict over one open save: close, abandon, or wait for what and until when."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from cachefs.errors import CorruptError
+from cachefs.formats.names import to_text
+from cachefs.generations import signals
+from cachefs.generations.actions import AbandonSave, CloseSave, View
+from cachefs.generations.completeness import check_file, check_zip, is_zip
+from cachefs.generations.presets import Preset, Signal
+from cachefs.generations.saves import Save, Seen
+
+LEGACY = "last writer closed, then quiet"
+"""The signal of a single file whose format has no end mark."""
+SINGLE_FILE = "file"
+"""Under which name `Save.seen` holds the signal of a single file."""
+MANUAL = Preset(name="manual", pattern=".*", close=(Signal("quiet"),), strength="D")
+"""The preset of a generation that was closed by hand and that no preset knows."""
+
+
+def judge(
+    save: Save, open_paths: Sequence[bytes], now: float, view: View, *, alone: bool, open_deadline: float
+) -> CloseSave | AbandonSave | None:
+    """Return what is to be done with a save now; None leaves `save.wake` and `save.waiting` saying what comes next.
+
+    Never closes a save with open paths. Of the presets whose signal came the first that holds closes it.
+    """
+    save.wake = None
+    found = _signalled(save)
+    if not found:
+        return None
+    if open_paths:
+        since = min(seen.at for _, seen in found)
+        names = ", ".join(to_text(path) for path in sorted(open_paths)[:5])
+        more = f" and {len(open_paths) - 5} more" if len(open_paths) > 5 else ""
+        save.waiting = f"{names}{more} to be closed"
+        if now >= since + open_deadline:
+            return AbandonSave(
+                save.placement.path, f"close signal came {now - since:.0f} s ago, still open for writing: {names}{more}"
+            )
+        save.wake = since + open_deadline
+        return None
+    for preset, seen in found:
+        if save.by_hand is None:
+            legacy = seen.label == LEGACY
+            ready = save.changed + preset.quiet if legacy else signals.ready_at(save, preset, seen, open_deadline)
+            if now < ready:
+                save.waiting = f"{preset.name}: quiet after: {seen.label}"
+                save.wake = ready if save.wake is None else min(save.wake, ready)
+                continue
+            if save.placement.kind == "directory":
+                reason = signals.unmet(save, preset, seen, view, alone=alone)
+                if reason is not None:
+                    save.waiting = f"{preset.name}: {reason}"
+                    continue
+        return CloseSave(save.placement.path, preset.name, seen.label, save.placement.step)
+    return None
+
+
+def file_signal(path: bytes, view: View, *, renamed: bool) -> str | None:
+    """Return the signal of a single file that nobody writes any more; None when it is not there.
+
+    Raises CorruptError for a torn file: empty, a zip without its end, a safetensors file of the wrong size.
+    """
+    source = view.source(path)
+    if source is None:
+        return None
+    if source.size == 0:
+        raise CorruptError("empty")
+    known = check_file(to_text(path.rpartition(b"/")[2]), source)
+    if known is None and is_zip(source):
+        check_zip(source)
+        known = "zip"
+    if known is None:
+        return LEGACY
+    return f"{'renamed into place' if renamed else 'last writer closed'}, {known} complete"
+
+
+def _signalled(save: Save) -> list[tuple[Preset, Seen]]:
+    """Return the presets whose close signal came and that may act on it, in order."""
+    placement = save.placement
+    if save.by_hand is not None:
+        preset = next(iter([*signals.applicable(save), *placement.candidates]), MANUAL)
+        return [(preset, Seen("closed by hand", placement.path, save.by_hand))]
+    if placement.kind == "file":
+        seen = save.seen.get(SINGLE_FILE)
+        preset = placement.candidates[0] if placement.candidates else MANUAL
+        return [(preset, seen)] if seen else []
+    if placement.temporary:
+        save.waiting = "the directory to get its final name"
+        return []
+    out: list[tuple[Preset, Seen]] = []
+    for preset in signals.applicable(save):
+        if any(signal.on == "quiet" for signal in preset.close):
+            save.seen.setdefault(preset.name, Seen("quiet", placement.path, save.changed))
+        if preset.name in save.seen:
+            out.append((preset, save.seen[preset.name]))
+    if not out:
+        save.waiting = "the close signal"
+    return out
