@@ -170,7 +170,7 @@ class S3Store:
             with self._opened(key, version_id) as answer:
                 info = self._read(key, version_id, answer)
                 body = answer["Body"].read()
-        except (NotFoundError, Unsupported) as error:
+        except NotFoundError as error:
             if _code(error) == "NoSuchBucket":
                 raise
             return None
@@ -242,8 +242,12 @@ class S3Store:
     @contextmanager
     def _opened(self, key: str, version_id: str | None, **extra: str) -> Iterator[dict[str, Any]]:
         """Give the answer to a GET; its connection is not used again unless the body was read to the end."""
+        try:
+            with _translated("GetObject"):
+                answer: dict[str, Any] = self._bulk.get_object(**self._at(key, version_id), **extra)
+        except Unsupported as error:
+            raise NotFoundError(f"version {version_id} of {key} is a delete marker") from error  # 405
         with _translated("GetObject"):
-            answer: dict[str, Any] = self._bulk.get_object(**self._at(key, version_id), **extra)
             try:
                 yield answer
             finally:
