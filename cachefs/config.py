@@ -257,8 +257,8 @@ def _value(key: Key, raw: object, source: str, base: Path) -> Any:
     try:
         return _checked(key, raw, base)
     except (msgspec.ValidationError, InvalidError) as error:
-        problem = str(error)
-        raise InvalidError(f"{key.name} = {_shown(raw)} (from {source}): {problem[:1].lower()}{problem[1:]}") from error
+        problem = f"{str(error)[:1].lower()}{str(error)[1:]}"
+        raise InvalidError(f"{key.name} = {_shown(raw)} (from {source}): {problem}") from error
 
 
 def _checked(key: Key, raw: object, base: Path) -> Any:
@@ -394,10 +394,10 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     try:
         sys.stdout.write(f"{given(Path(arguments[1]), os.environ, {})[arguments[0]]}\n")
+        return 0
     except InvalidError as error:
         sys.stderr.write(f"{error}\n")
         return error.exit_code
-    return 0
 
 
 if __name__ == "__main__":

@@ -36,7 +36,11 @@ class DeclaredWarnings(logging.Handler):
         self._declared[pattern] = optional
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.records.append(f"{record.levelname} {record.name}: {record.getMessage()}")
+        text = record.getMessage()
+        if isinstance(record.msg, dict):  # ours: the event, then its facts
+            facts = {key: value for key, value in record.msg.items() if key not in ("event", "level", "logger", "time")}
+            text = " ".join([str(record.msg["event"]), *(f"{key}={value}" for key, value in facts.items())])
+        self.records.append(f"{record.levelname} {record.name}: {text}")
 
     def problems(self) -> list[str]:
         """Return one line for each record that nothing declares, and for each declaration that nothing met."""

@@ -10,7 +10,7 @@ from cachefs.errors import CorruptError
 
 T = TypeVar("T", bound=msgspec.Struct)
 
-_encoder = msgspec.json.Encoder(order="deterministic")
+_encoder = msgspec.json.Encoder(order="sorted")
 
 
 def encode(value: msgspec.Struct) -> bytes:
