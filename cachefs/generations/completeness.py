@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pickletools
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Final, Literal, Protocol
 
 import msgspec
@@ -104,27 +104,37 @@ def dcp_files(data: bytes) -> frozenset[str]:
     """Return the relative paths of the shards that a DCP `.metadata` names, without unpickling it.
 
     `Metadata.storage_data` maps to `_StorageInfo(relative_path, offset, length)` (torch.distributed.checkpoint
-    filesystem.py); its paths end in `.distcp` (`DEFAULT_SUFFIX`). Pickles share equal strings through the memo, so a
-    path appears at least once as a string opcode, whatever refers to it later.
+    filesystem.py), pickled as its attribute dictionary: each path is the string pushed right after "relative_path".
     """
+    found: set[str] = set()
+    memo: dict[int, str | None] = {}
+    top: str | None = None  # the string on top of the pickle machine's stack, as far as it matters here
+    opcode = None
     try:
-        return frozenset(value for value in _strings(data) if value.endswith(".distcp"))
-    except CorruptError:
-        raise
+        for opcode, argument, _ in pickletools.genops(data):
+            name = opcode.name
+            if name in _KEEP:
+                continue
+            if name in _PUT:
+                memo[len(memo) if argument is None else argument] = top
+                continue
+            value = memo.get(int(argument or 0)) if name in _GET else argument if name in _TEXT else None
+            if top == "relative_path" and value is not None:
+                found.add(value)
+            top = value
     except Exception as error:  # genops raises whatever the damaged bytes lead it to
         raise CorruptError(f".metadata is not a whole pickle: {error}") from error
-
-
-def _strings(data: bytes) -> Iterator[str]:
-    last = ""
-    for opcode, argument, _ in pickletools.genops(data):
-        last = opcode.name
-        if isinstance(argument, str) and ("UNICODE" in last or "STRING" in last):
-            yield argument
-        elif isinstance(argument, bytes) and "STRING" in last:
-            yield argument.decode("latin-1")
-    if last != "STOP":
+    if opcode is None or opcode.name != "STOP":
         raise CorruptError(".metadata is not a whole pickle")
+    return frozenset(found)
+
+
+_TEXT = frozenset(
+    {"UNICODE", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8", "SHORT_BINSTRING", "BINSTRING", "STRING"}
+)
+_GET = frozenset({"GET", "BINGET", "LONG_BINGET"})
+_PUT = frozenset({"PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"})
+_KEEP = frozenset({"FRAME", "PROTO"})
 
 
 class _Index(msgspec.Struct):

@@ -80,7 +80,7 @@ class Save:
     """One open save. `written` are the names changed in it, relative; `seen` the signals that fired, by preset.
 
     `stale` marks a save of a process that is gone: the next change starts another. `wake` is when to look again,
-    `waiting` says what it waits for.
+    `waiting` says what it waits for, `held` since when open files alone hold it back.
     """
 
     placement: Placement
@@ -91,6 +91,7 @@ class Save:
     by_hand: float | None = None
     stale: bool = False
     wake: float | None = None
+    held: float | None = None
     waiting: str = "the close signal"
 
     def wrote(self, name: bytes, now: float) -> None:

@@ -30,18 +30,21 @@ def judge(
     save.wake = None
     found = _signalled(save)
     if not found:
+        save.held = None
         return None
     if open_paths:
-        since = min(seen.at for _, seen in found)
+        since = save.held = now if save.held is None else save.held
         names = ", ".join(to_text(path) for path in sorted(open_paths)[:5])
         more = f" and {len(open_paths) - 5} more" if len(open_paths) > 5 else ""
         save.waiting = f"{names}{more} to be closed"
         if now >= since + open_deadline:
             return AbandonSave(
-                save.placement.path, f"close signal came {now - since:.0f} s ago, still open for writing: {names}{more}"
+                save.placement.path,
+                f"{found[0][1].label}, but still open for writing {now - since:.0f} s later: {names}{more}",
             )
         save.wake = since + open_deadline
         return None
+    save.held = None
     for preset, seen in found:
         if save.by_hand is None:
             legacy = seen.label == LEGACY

@@ -1,0 +1,56 @@
+"""Stand-ins for the classes in a DCP `.metadata` pickle, under torch's module path; torch itself is not needed."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from dataclasses import dataclass, field
+from types import ModuleType
+
+
+@dataclass(frozen=True)
+class MetadataIndex:
+    fqn: str
+    offset: tuple[int, ...] | None = None
+    index: int | None = None
+
+
+@dataclass
+class _StorageInfo:
+    relative_path: str
+    offset: int
+    length: int
+
+
+@dataclass
+class Metadata:
+    state_dict_metadata: dict = field(default_factory=dict)
+    planner_data: object = None
+    storage_data: dict = field(default_factory=dict)
+
+
+def metadata_pickle(names, protocol: int = 2, tensors: int = 3) -> bytes:
+    """Pickle a Metadata whose storage_data spreads `tensors` tensors over each shard."""
+    module = "torch.distributed.checkpoint.metadata"
+    parts = module.split(".")
+    added = []
+    try:
+        for end in range(1, len(parts) + 1):
+            name = ".".join(parts[:end])
+            if name not in sys.modules:
+                sys.modules[name] = ModuleType(name)
+                added.append(name)
+        for cls in (MetadataIndex, _StorageInfo, Metadata):
+            cls.__module__ = module
+            setattr(sys.modules[module], cls.__name__, cls)
+        storage = {
+            MetadataIndex(f"layer.{index}.{name}"): _StorageInfo(name, index * 100, 100)
+            for name in names
+            for index in range(tensors)
+        }
+        return pickle.dumps(Metadata({"layer": "meta"}, None, storage), protocol)
+    finally:
+        for cls in (MetadataIndex, _StorageInfo, Metadata):
+            cls.__module__ = __name__
+        for name in added:
+            del sys.modules[name]
