@@ -22,7 +22,7 @@ from cachefs.publish.promotion import Identity, take_epoch
 from cachefs.publish.writes import Writes
 from cachefs.restore.reader import read_pointer
 
-_log = structlog.get_logger()
+_log = structlog.get_logger(__name__)
 
 
 class Ownership:

@@ -2,7 +2,7 @@
 
 Pointer: `grant` and `promote` return the next body. Each is written with the ETag of the version it was computed from,
 so the check made here and the write are one atomic step.
-Unclear writes: `classify_create` and `classify_cas` say what a read-back proves.
+Unclear writes: `classify_cas` says what reading the pointer proves (create-only writes: store/createonly.py).
 Attempts: `next_step` says what an attempt needs.
 """
 
@@ -17,11 +17,6 @@ from cachefs.errors import CorruptError, FencedError
 from cachefs.formats.pointer import Pointer, Published
 from cachefs.formats.records import AttemptRecord, RunRecord, State
 from cachefs.restore.reader import Seen
-from cachefs.store.base import ObjectInfo
-
-META_WRITE_ID = "cachefs-write-id"
-META_SHA256 = "cachefs-sha256"
-META_SIZE = "cachefs-size"
 
 
 class Already(msgspec.Struct, frozen=True):
@@ -121,30 +116,6 @@ def hidden(run: str) -> CorruptError:
     )
 
 
-class Create(Enum):
-    """What a read-back says about an unclear create-only write."""
-
-    OURS = "our write has landed"
-    SAME = "another write of the same bytes has landed"
-    OTHER = "other bytes are there: this write can never succeed"
-    ABSENT = "nothing has landed: the store refused because of another request"
-    UNKNOWN = "nothing is there yet; the request may still land"
-
-
-def classify_create(found: ObjectInfo | None, *, write_id: str, size: int, sha256: str, refused: bool) -> Create:
-    """Decide about a create-only write from a HEAD of its key.
-
-    `refused`: the store answered 409 or 412, so that copy of the request is over. Whatever is absent is sent again
-    *identically*; only the words differ.
-    """
-    if found is None:
-        return Create.ABSENT if refused else Create.UNKNOWN
-    digest = found.metadata.get(META_SHA256, found.checksum)
-    if found.size != size or digest != sha256:
-        return Create.OTHER
-    return Create.OURS if found.metadata.get(META_WRITE_ID) == write_id else Create.SAME
-
-
 class Cas(Enum):
     """What reading the pointer says about an unclear compare-and-swap."""
 
@@ -190,16 +161,17 @@ class Step(Enum):
     DONE = "done"
 
 
-def next_step(attempt: AttemptRecord, epoch: int) -> Step:
+def next_step(attempt: AttemptRecord, epoch: int, *, publish: bool = True) -> Step:
     """Return the next step of an attempt for a process that holds `epoch` of its run.
 
-    An attempt that was sealed under an earlier epoch is adopted: sealed, tested and promoted again under this one.
+    Without `publish` attempts are opened, so that they are flushed, and nothing more. An attempt that was sealed under
+    an earlier epoch is adopted: sealed, tested and promoted again under this one.
     """
     if attempt.state.final:
         return Step.DONE
     if attempt.opened_epoch is None:
         return Step.OPEN
-    if attempt.state.rank < State.FLUSHED.rank:
+    if attempt.state.rank < State.FLUSHED.rank or not publish:
         return Step.WAIT
     if attempt.report is None:
         return Step.REPORT
@@ -208,7 +180,9 @@ def next_step(attempt: AttemptRecord, epoch: int) -> Step:
     return Step.TEST if attempt.state is State.SEALED else Step.PROMOTE
 
 
-def next_attempt(attempts: Sequence[AttemptRecord], epoch: int) -> tuple[AttemptRecord, Step] | None:
+def next_attempt(
+    attempts: Sequence[AttemptRecord], epoch: int, *, publish: bool = True
+) -> tuple[AttemptRecord, Step] | None:
     """Return which attempt of a run to work on and its step, or None when all wait.
 
     Open records first, in serial order, so that ordinals follow the order of the saves. Then the oldest attempt: a
@@ -216,7 +190,7 @@ def next_attempt(attempts: Sequence[AttemptRecord], epoch: int) -> tuple[Attempt
     its older step; one that is still being written does not.
     """
     ordered = sorted(attempts, key=lambda attempt: attempt.serial)
-    steps = [(attempt, next_step(attempt, epoch)) for attempt in ordered if not attempt.state.final]
+    steps = [(attempt, next_step(attempt, epoch, publish=publish)) for attempt in ordered if not attempt.state.final]
     for attempt, step in steps:
         if step is Step.OPEN:
             return attempt, step
@@ -233,3 +207,18 @@ def effective_state(attempt: AttemptRecord, run: RunRecord | None) -> State:
     if run is not None and run.fenced_by and not attempt.state.final:
         return State.FENCED
     return attempt.state
+
+
+def releasable(attempts: Sequence[AttemptRecord]) -> list[str]:
+    """Return the attempts of one run whose local bytes may be dropped (I19): published ones, and abandoned ones once a
+    later save or a later step of the run is published.
+    """
+    published = [attempt for attempt in attempts if attempt.state is State.PUBLISHED]
+    serial = max((attempt.serial for attempt in published), default=-1)
+    step = max((attempt.step for attempt in published), default=-1)
+    return [
+        attempt.attempt
+        for attempt in attempts
+        if attempt.state is State.PUBLISHED
+        or (attempt.state is State.ABANDONED and (attempt.serial < serial or attempt.step < step))
+    ]

@@ -1,5 +1,7 @@
 """Conditional writes, and what becomes of the unclear ones. Nothing else in cachefs.publish writes to the store.
 
+One create-only request is resolved by store/createonly.py; here it is repeated until the outcome is clear.
+
 A write whose answer is a 412, 409, 5xx, reset or timeout is *unknown* until it is read back (invariant I10): the answer
 may belong to a second copy of a request whose first copy won. So each write is a loop of send and read-back that ends
 only with proof, however long that takes: giving up on a time limit would leave a write behind that nobody has read.
@@ -31,8 +33,9 @@ from cachefs.formats.keys import Keys
 from cachefs.formats.manifest import Pin
 from cachefs.formats.pointer import Pointer
 from cachefs.publish import rules
-from cachefs.publish.rules import META_SHA256, META_SIZE, META_WRITE_ID, Cas, Create
+from cachefs.publish.rules import Cas
 from cachefs.restore.reader import Seen, read_pointer, read_version
+from cachefs.store import createonly
 from cachefs.store.base import CREATE_ONLY, Condition, ObjectInfo, ObjectStore
 from cachefs.store.hop import Hop
 
@@ -75,6 +78,16 @@ def write_id(key: str, sha256: str) -> str:
     return hashlib.sha256(f"{key}\n{sha256}".encode()).hexdigest()[:32]
 
 
+def pin_of(info: ObjectInfo, sha256: str) -> Pin:
+    """Return the pin of a version. Raises ProbeError when the store gave it no version id (race 39)."""
+    if info.version_id in ("", "null"):
+        raise ProbeError(
+            f"{info.key} was written without a version id: versioning of the bucket is suspended",
+            hint="enable versioning; nothing is published until then",
+        )
+    return Pin(key=info.key, version_id=info.version_id, size=info.size, sha256=sha256)
+
+
 class Writes:
     """Sends conditional writes to one store; `pause` waits between retries."""
 
@@ -85,33 +98,26 @@ class Writes:
         self.pause = pause
 
     async def create_only(self, key: str, body: bytes) -> Pin:
-        """Create an object in one PutObject with If-None-Match and return its pin, taken from the store's answer.
+        """Create an object in one request with If-None-Match and return the pin of the version that holds `body`.
 
         Raises Conflict when other bytes stand there, ProbeError when the store gave no version id, and every error that
         proves that nothing was written (DeniedError, BadPart, ...). Whatever is unclear is retried until it is clear.
         """
         digest = hashlib.sha256(body)
-        sha256, ident = digest.hexdigest(), write_id(key, digest.hexdigest())
-        metadata = {META_WRITE_ID: ident, META_SHA256: sha256, META_SIZE: str(len(body))}
+        ident = write_id(key, digest.hexdigest())
         retries = 0
         while True:
             try:
-                created = await self.hop(
-                    self.store.put, key, body, condition=CREATE_ONLY, sha256=digest.digest(), metadata=metadata
+                info = await createonly.create_only(
+                    self.store, self.hop, key, body, write_id=ident, sha256=digest.digest()
                 )
-                return _pin(created, sha256)
-            except UNCLEAR as error:
-                unclear = error
-            found = await self.read(self._standing, key)
-            refused = not isinstance(unclear, UnavailableError)
-            match rules.classify_create(found, write_id=ident, size=len(body), sha256=sha256, refused=refused):
-                case Create.OTHER:
-                    other = found.metadata.get(META_SHA256, found.checksum) if found else None
-                    raise Conflict(f"{key} holds other bytes: sha256 {other or 'unknown'}, ours is {sha256}")
-                case Create.OURS | Create.SAME if found is not None:
-                    return _pin(found, sha256)
-            await self.pause(unclear, retries)
-            retries += 1
+            except UnavailableError as error:
+                await self.pause(error, retries)
+                retries += 1
+            except CorruptError as error:
+                raise Conflict(str(error), hint=error.hint) from error
+            else:
+                return pin_of(info, digest.hexdigest())
 
     async def create(self, key: str, value: S, same: Callable[[S, S], bool]) -> tuple[S, Pin]:
         """Create a small format object, or accept the one an earlier run of this step left: `same(theirs, ours)`.
@@ -129,7 +135,7 @@ class Writes:
             standing = decode(theirs, type(value), key)
             if not same(standing, value):
                 raise
-            return standing, _pin(info, hashlib.sha256(theirs).hexdigest())
+            return standing, pin_of(info, hashlib.sha256(theirs).hexdigest())
 
     async def assert_single(self, key: str) -> None:
         """Check that exactly one version of a create-only key exists.
@@ -193,34 +199,15 @@ class Writes:
         if await self.read(self._entries, self.keys.pointer(run)) and await self.pointer(run) is None:
             raise rules.hidden(run)
 
-    async def read(self, fn: Callable[..., T], *args: Any) -> T:
+    async def read(self, fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Run a read of the store; waits for a store that does not answer, raises its other errors."""
         retries = 0
         while True:
             try:
-                return await self.hop(fn, *args)
+                return await self.hop(fn, *args, **kwargs)
             except UnavailableError as error:
                 await self.pause(error, retries)
                 retries += 1
 
     def _entries(self, key: str) -> list[str]:
         return [entry.version_id for entry in self.store.list_versions(key) if entry.key == key]
-
-    def _standing(self, key: str) -> ObjectInfo | None:
-        """Return the object under a create-only key, also one that a delete marker hides: a second create over the
-        marker would succeed and give the key a second body (race 19).
-        """
-        found = self.store.head(key)
-        if found is not None:
-            return found
-        entries = [entry for entry in self.store.list_versions(key) if entry.key == key and not entry.is_marker]
-        return self.store.head(key, entries[-1].version_id) if entries else None
-
-
-def _pin(info: ObjectInfo, sha256: str) -> Pin:
-    if info.version_id in ("", "null"):
-        raise ProbeError(
-            f"{info.key} was written without a version id: versioning of the bucket is suspended",
-            hint="enable versioning; nothing is published until then",
-        )
-    return Pin(key=info.key, version_id=info.version_id, size=info.size, sha256=sha256)

@@ -1,0 +1,234 @@
+"""The steps of one attempt. Each is an effect in the store followed by its result in the journal, and may be repeated:
+a step that finds its effect already there takes it over. rules.next_step says which step is due.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal, TypeVar
+
+import msgspec
+
+from cachefs import clock
+from cachefs.errors import CorruptError, NotFoundError, PendingError, RestoreTestFailed
+from cachefs.formats.codec import decode
+from cachefs.formats.manifest import Manifest, MemberReport, Open, Order, Pin
+from cachefs.formats.pointer import Published
+from cachefs.formats.records import AttemptRecord, RunRecord, State
+from cachefs.journal import Journal, Txn
+from cachefs.publish import promotion, sealing
+from cachefs.publish.promotion import Identity
+from cachefs.publish.restoretest import check_pinned, check_stored, read_back
+from cachefs.publish.rules import Refused, Step, hidden, releasable
+from cachefs.publish.sealing import Completeness
+from cachefs.publish.writes import Writes, pin_of
+from cachefs.restore.reader import read_pinned
+from cachefs.staging.pins import Pins
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+
+class Settings(msgspec.Struct, frozen=True):
+    """How this daemon publishes. `level` of the restore test; `tick` in seconds; `ranges`: whether the store honours
+    ranges of a version (the probe says so); `publish` False: open and flush only.
+    """
+
+    member: str
+    host: str = ""
+    writer: str = ""
+    level: Literal["checksum", "bytes"] = "bytes"
+    workers: int = 4
+    tick: float = 5.0
+    ranges: bool = True
+    publish: bool = True
+
+
+class Unpublishable(RestoreTestFailed):
+    """This attempt can never be published: it is abandoned, and says why."""
+
+
+class Steps:
+    """Takes the steps of attempts; holds no state of its own."""
+
+    def __init__(
+        self, journal: Journal, pins: Pins, who: Identity, settings: Settings, completeness: Completeness
+    ) -> None:
+        self._journal = journal
+        self._pins = pins
+        self._who = who
+        self._settings = settings
+        self._completeness = completeness
+        self._take: dict[Step, Callable[[Writes, AttemptRecord, int], Awaitable[None]]] = {
+            Step.OPEN: self._open,
+            Step.REPORT: self._report,
+            Step.SEAL: self._seal,
+            Step.TEST: self._test,
+            Step.PROMOTE: self._promote,
+        }
+
+    async def take(self, step: Step, writes: Writes, attempt: AttemptRecord, epoch: int) -> None:
+        """Take a step of an attempt in a run of which this process holds `epoch`; its result is in the journal then.
+
+        Raises Unpublishable when the attempt is to be abandoned, FencedError when the run was lost, and every other
+        error that leaves the attempt where it is.
+        """
+        await self._take[step](writes, attempt, epoch)
+
+    async def _open(self, writes: Writes, attempt: AttemptRecord, epoch: int) -> None:
+        with self._journal.read() as txn:
+            record = txn.runs.get(attempt.run) or RunRecord(attempt.run)
+        ours = sealing.opening(
+            attempt, epoch=epoch, ordinal=record.ordinal + 1, owner=self._who.owner, members=[self._settings.member]
+        )
+        key = writes.keys.open(attempt.run, attempt.attempt)
+        with _condemns("open.json"):
+            standing, _ = await writes.create(key, ours, sealing.same_open)
+        await self._journal.write(lambda txn: _opened(txn, attempt, standing, epoch))
+
+    async def _report(self, writes: Writes, attempt: AttemptRecord, epoch: int) -> None:
+        settings, keys = self._settings, writes.keys
+        with self._journal.read() as txn:
+            shards = txn.shards_of(attempt.attempt)
+        with _condemns("report"):
+            ours = sealing.report(attempt, shards, member=settings.member, host=settings.host, writer=settings.writer)
+            close = sealing.closing(attempt, settings.member)
+            await writes.create(keys.close(attempt.run, attempt.attempt), close, sealing.same_close)
+            key = keys.member(attempt.run, attempt.attempt, settings.member)
+            _, pin = await writes.create(key, ours, sealing.same_report)
+        await self._moved(attempt, report=pin)
+
+    async def _seal(self, writes: Writes, attempt: AttemptRecord, epoch: int) -> None:
+        run, keys = attempt.run, writes.keys
+        if attempt.sealed_epoch is not None:
+            # Sealed by an earlier process of ours, which may have promoted it and died before it could say so.
+            seen = await writes.pointer(run)
+            if seen is None:
+                raise hidden(run)
+            published = await promotion.published_since(writes, run, seen, attempt.attempt, attempt.sealed_epoch)
+            if published is not None:
+                return await self._published(writes, attempt, published)
+        opened, reports = await self._collect(writes, attempt)
+        with self._journal.read() as txn:
+            shards = txn.shards_of(attempt.attempt)
+        with _condemns("manifest"):
+            ours = sealing.manifest(opened, reports, epoch=epoch, owner=self._who.owner, sealed_at=self._who.at())
+            await writes.hop(
+                check_pinned, self._completeness, ours, self._pins, shards, writes.store, ranges=self._settings.ranges
+            )
+            key = keys.manifest(run, attempt.attempt, opened=opened.epoch, sealed=epoch)
+            _, pin = await writes.create(key, ours, sealing.same_manifest)
+        await writes.assert_single(key)
+        await self._moved(attempt, state=State.SEALED, manifest=pin, sealed_epoch=epoch)
+        return None
+
+    async def _collect(self, writes: Writes, attempt: AttemptRecord) -> tuple[Open, list[tuple[MemberReport, Pin]]]:
+        """Return the open record and the reports of its members, as they stand in the store."""
+        opened, _ = await self._small(writes, writes.keys.open(attempt.run, attempt.attempt), Open)
+        reports: list[tuple[MemberReport, Pin]] = []
+        missing: list[str] = []
+        for member in opened.members:
+            key = writes.keys.member(attempt.run, attempt.attempt, member)
+            try:
+                reports.append(await self._small(writes, key, MemberReport))
+            except NotFoundError:
+                missing.append(member)
+        if missing:
+            raise PendingError(f"waits for the reports of {', '.join(missing)}")
+        return opened, reports
+
+    async def _small(self, writes: Writes, key: str, kind: type[T]) -> tuple[T, Pin]:
+        found = await writes.read(writes.store.get, key)
+        if found is None:
+            raise NotFoundError(f"{key} is not in the store")
+        info, body = found
+        return decode(body, kind, key), pin_of(info, hashlib.sha256(body).hexdigest())
+
+    async def _test(self, writes: Writes, attempt: AttemptRecord, epoch: int) -> None:
+        pin, settings = attempt.manifest, self._settings
+        if pin is None or attempt.opened_epoch is None:
+            raise Unpublishable("sealed without a manifest: the journal is damaged")
+        with _condemns("restore test"):
+            manifest = decode(await writes.read(read_pinned, writes.store, pin), Manifest, pin.key)
+            await read_back(writes, manifest, settings.level, workers=settings.workers, ranges=settings.ranges)
+            checks = await check_stored(writes, self._completeness, manifest, ranges=settings.ranges)
+            ours = sealing.evidence(
+                manifest, pin, level=settings.level, member=settings.member, checks=checks, at=self._who.at()
+            )
+            key = writes.keys.test(attempt.run, attempt.attempt, opened=attempt.opened_epoch, sealed=epoch)
+            await writes.create(key, ours, sealing.same_evidence)
+        await self._moved(attempt, state=State.TESTED)
+
+    async def _promote(self, writes: Writes, attempt: AttemptRecord, epoch: int) -> None:
+        if attempt.manifest is None or attempt.opened_epoch is None or attempt.ordinal is None:
+            raise Unpublishable("tested without a manifest: the journal is damaged")
+        candidate = Published(
+            generation=attempt.generation,
+            attempt=attempt.attempt,
+            order=Order(step=attempt.step, epoch=attempt.opened_epoch, ordinal=attempt.ordinal),
+            manifest=attempt.manifest,
+        )
+        outcome = await promotion.promote(
+            writes, attempt.run, candidate, self._who, epoch=epoch, sealed_epoch=attempt.sealed_epoch or 0
+        )
+        if isinstance(outcome, Refused):
+            raise Unpublishable(outcome.reason)
+        await self._published(writes, attempt, outcome)
+
+    async def _published(self, writes: Writes, attempt: AttemptRecord, published: Published) -> None:
+        # Whatever the journal says by now: the pointer names it, and that was read back.
+        changes = {"published_at": clock.now(), "manifest": published.manifest, "error": "", "retries": 0}
+        await self._journal.write(lambda txn: txn.update_attempt(attempt.attempt, state=State.PUBLISHED, **changes))
+        await self.release(writes, attempt.run)
+
+    async def release(self, writes: Writes, run: str) -> None:
+        """Drop the pins and shard records of all attempts of a run that need them no more. May be repeated."""
+        with self._journal.read() as txn:
+            attempts = [attempt for attempt in txn.attempts.scan() if attempt.run == run]
+            ids = releasable(attempts)
+            listed = any(txn.shards_of(ident) for ident in ids)
+        if listed:
+            await self._journal.write(lambda txn: _forget_shards(txn, ids))
+        # Pins go after their records: a record without its pin would read as damage, a pin without a record is swept.
+        await writes.hop(_drop_pins, self._pins, ids)
+
+    async def _moved(self, attempt: AttemptRecord, **changes: Any) -> None:
+        await self._journal.write(lambda txn: update(txn, attempt.attempt, error="", retries=0, **changes))
+
+
+@contextmanager
+def _condemns(what: str) -> Iterator[None]:
+    """Turn what is wrong with the attempt itself into Unpublishable; errors of the store pass."""
+    try:
+        yield
+    except CorruptError as error:
+        kept = "the local bytes are kept until a later save of the run is published"
+        raise Unpublishable(f"{what}: {error}; {kept}", hint=error.hint) from error
+
+
+def update(txn: Txn, attempt: str, **changes: Any) -> AttemptRecord | None:
+    """Replace fields of an attempt that is there and not final; anything else was decided elsewhere meanwhile."""
+    record = txn.attempts.get(attempt)
+    if record is None or record.state.final:
+        return None
+    return txn.update_attempt(attempt, **changes)
+
+
+def _opened(txn: Txn, attempt: AttemptRecord, standing: Open, epoch: int) -> None:
+    if standing.epoch == epoch:
+        record = txn.runs.get(attempt.run) or RunRecord(attempt.run)
+        ordinal = max(record.ordinal, standing.ordinal)
+        txn.runs.put(attempt.run, msgspec.structs.replace(record, ordinal=ordinal))
+    update(txn, attempt.attempt, opened_epoch=standing.epoch, ordinal=standing.ordinal, error="", retries=0)
+
+
+def _forget_shards(txn: Txn, attempts: list[str]) -> None:
+    for attempt in attempts:
+        for shard in txn.shards_of(attempt):
+            txn.drop_shard(shard)
+
+
+def _drop_pins(pins: Pins, attempts: list[str]) -> None:
+    for attempt in attempts:
+        pins.drop_attempt(attempt)

@@ -1,0 +1,43 @@
+"""Which runs a store holds, without a mount. Listing finds runs; what a run has published, only its pointer says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+
+from cachefs.errors import CorruptError
+from cachefs.formats.keys import Keys
+from cachefs.restore.reader import Seen, read_pointer
+from cachefs.store.base import StoreReads
+
+
+class Run(msgspec.Struct, frozen=True):
+    """One run and its pointer. `error` says why the pointer could not be used; other runs are not affected."""
+
+    name: str
+    seen: Seen | None
+    error: str = ""
+
+
+def runs(store: StoreReads, keys: Keys) -> Iterator[Run]:
+    """Iterate over the runs of a store in key order. Costs one listing per directory of runs and one read per run.
+
+    Raises the store's errors; a listing is complete or an error.
+    """
+    waiting = [keys.runs()]
+    while waiting:
+        prefix = waiting.pop()
+        listing = store.list(prefix, delimiter="/")
+        if f"{prefix}pointer.json" in listing.keys:
+            yield _run(store, keys, keys.run_of(prefix))
+        # These two names belong to us, never to a run (formats/keys.py).
+        ours = {f"{prefix}attempts/", f"{prefix}loose/"}
+        waiting.extend(sorted((below for below in listing.prefixes if below not in ours), reverse=True))
+
+
+def _run(store: StoreReads, keys: Keys, name: str) -> Run:
+    try:
+        return Run(name, read_pointer(store, keys, name))
+    except CorruptError as error:
+        return Run(name, None, str(error))
