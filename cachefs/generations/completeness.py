@@ -19,7 +19,6 @@ HEADER_MAX: Final = 100_000_000
 """Longest safetensors header, bytes (safetensors/src/tensor.rs, MAX_HEADER_SIZE)."""
 METADATA_MAX: Final = 1 << 30
 """Longest DCP `.metadata` and index that is read, bytes. Metadata of 10,000 ranks is some hundred MB."""
-_DIRECTORY_MAX: Final = 1 << 30
 _EOCD = struct.Struct("<4s4H2LH")
 _EOCD64_LOCATOR = struct.Struct("<4sLQL")
 _EOCD64 = struct.Struct("<4sQ2H2L4Q")
@@ -59,15 +58,15 @@ def check_zip(source: Source) -> None:
 
 
 def _check_directory(source: Source, end: int, *, count: int, size: int, offset: int) -> None:
-    if count == 0xFFFF or size == 0xFFFFFFFF or offset == 0xFFFFFFFF:
-        locator = source.read(max(0, end - _EOCD64_LOCATOR.size), _EOCD64_LOCATOR.size)
-        if len(locator) == _EOCD64_LOCATOR.size and locator[:4] == b"PK\x06\x07":
-            at = _EOCD64_LOCATOR.unpack(locator)[2]
-            raw = source.read(at, _EOCD64.size) if at + _EOCD64.size <= end else b""
-            if len(raw) != _EOCD64.size or raw[:4] != b"PK\x06\x06":
-                raise CorruptError("zip64 end record is missing or torn")
-            record = _EOCD64.unpack(raw)
-            count, size, offset, end = record[7], record[8], record[9], at
+    # PyTorchStreamWriter always adds the zip64 records, also where the plain ones would do.
+    locator = source.read(max(0, end - _EOCD64_LOCATOR.size), _EOCD64_LOCATOR.size)
+    if len(locator) == _EOCD64_LOCATOR.size and locator[:4] == b"PK\x06\x07":
+        at = _EOCD64_LOCATOR.unpack(locator)[2]
+        raw = source.read(at, _EOCD64.size) if at + _EOCD64.size <= end else b""
+        if len(raw) != _EOCD64.size or raw[:4] != b"PK\x06\x06":
+            raise CorruptError("zip64 end record is missing or torn")
+        record = _EOCD64.unpack(raw)
+        count, size, offset, end = record[7], record[8], record[9], at
     if offset + size != end:
         raise CorruptError(f"zip directory ends at {offset + size}, not at its end record at {end}")
     if count and source.read(offset, 4) != b"PK\x01\x02":

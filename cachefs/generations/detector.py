@@ -54,8 +54,8 @@ class Detector(Ledger):
             self._opened(change, now)
         elif change.kind is Kind.CLOSED:
             if change.writers == 0:
-                self._files.closed(change.path)
-                self._finished(change.path, now, view, renamed=False)
+                for path in [change.path, *self._files.closed(change.path)]:
+                    self._finished(path, now, view, renamed=False)
         elif change.kind is Kind.RENAMED and change.is_dir:
             self._moved_directory(change.old, change.path, now, view)
         elif change.kind is Kind.RENAMED:

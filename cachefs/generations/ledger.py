@@ -61,7 +61,7 @@ class Ledger:
                 save = self._open(save.placement, now)
         elif closed is not None:
             name = closed.placement.relative(path)
-            if kind in _NEW_NAME and name not in closed.names:
+            if name not in closed.names and (kind in _NEW_NAME or name in closed.late):
                 closed.late.add(name)
                 return None
             save = self._open(closed.placement, now)
@@ -89,6 +89,7 @@ class Ledger:
     def _open(self, placement: Placement, now: float) -> Save:
         self._closed.pop(placement.path, None)
         save = self._saves[placement.path] = Save(placement, now)
+        self._dirty.add(placement.path)
         self._out.append(OpenSave(placement))
         for path, other in self._saves.items():
             if other is save or other.placement.run != placement.run or placement.step is None:

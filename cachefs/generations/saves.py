@@ -22,49 +22,60 @@ def moved(path: bytes, old: bytes, new: bytes) -> bytes:
 
 
 class OpenFiles:
-    """Paths that are open for writing. Hard links of one open file share a token, since it is closed under one name
-    only.
-    """
+    """Paths that are open for writing. Hard links made while we watch share an id: a file is opened and closed under
+    one of its names only, and is open under all of them."""
 
     def __init__(self) -> None:
-        self._tokens: dict[bytes, int] = {}
+        self._ids: dict[bytes, int] = {}
+        self._open: set[int] = set()
         self._next = count()
 
     def __contains__(self, path: object) -> bool:
-        return path in self._tokens
+        return self._ids.get(path) in self._open if isinstance(path, bytes) else False
 
     def opened(self, path: bytes) -> None:
         """A writable handle exists, or one more."""
-        self._tokens.setdefault(path, next(self._next))
+        self._open.add(self._id(path))
 
-    def closed(self, path: bytes) -> None:
-        """The last writable handle of the file at `path` is gone."""
-        token = self._tokens.pop(path, None)
-        if token is not None:
-            for other in [name for name, value in self._tokens.items() if value == token]:
-                del self._tokens[other]
+    def closed(self, path: bytes) -> list[bytes]:
+        """The last writable handle of the file at `path` is gone. Return its other names if it counted as open."""
+        number = self._ids.get(path)
+        if number is None or number not in self._open:
+            return []
+        self._open.remove(number)
+        others = [name for name, value in self._ids.items() if value == number and name != path]
+        if not others:
+            del self._ids[path]
+        return others
 
     def linked(self, old: bytes, path: bytes) -> None:
         """`path` is another name of the file at `old`."""
-        if old in self._tokens:
-            self._tokens[path] = self._tokens[old]
+        self.removed(path)
+        self._ids[path] = self._id(old)
 
     def removed(self, path: bytes) -> None:
         """The name, or the directory and all below it, is gone. What an unlinked file does no longer matters."""
-        for name in [name for name in self._tokens if inside(name, path)]:
-            del self._tokens[name]
+        for name in [name for name in self._ids if inside(name, path)]:
+            del self._ids[name]
+        self._open.intersection_update(self._ids.values())
 
     def renamed(self, old: bytes, path: bytes) -> None:
         """`old` (a file, or a directory with all below it) became `path` and replaced what was there."""
         if old == path:
             return
         self.removed(path)
-        for name in [name for name in self._tokens if inside(name, old)]:
-            self._tokens[moved(name, old, path)] = self._tokens.pop(name)
+        for name in [name for name in self._ids if inside(name, old)]:
+            self._ids[moved(name, old, path)] = self._ids.pop(name)
 
     def below(self, root: bytes) -> Iterator[bytes]:
         """Yield the open paths that are `root` or lie below it."""
-        return (name for name in self._tokens if inside(name, root))
+        return (name for name, number in self._ids.items() if number in self._open and inside(name, root))
+
+    def _id(self, path: bytes) -> int:
+        number = self._ids.get(path)
+        if number is None:
+            number = self._ids[path] = next(self._next)
+        return number
 
 
 class Seen(msgspec.Struct, frozen=True):

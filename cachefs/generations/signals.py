@@ -10,7 +10,7 @@ from cachefs.generations.actions import View
 from cachefs.generations.completeness import check_file, dcp_files, index_files, read_whole
 from cachefs.generations.placement import Placement, parent
 from cachefs.generations.presets import Preset, SignalKind, matches
-from cachefs.generations.saves import Save, Seen
+from cachefs.generations.saves import Save, Seen, inside
 
 _SCAN_MAX = 4 << 20
 """Longest manifest scanned here, bytes: the caller waits for it. Longer ones are checked when the generation is
@@ -92,6 +92,8 @@ def unmet(save: Save, preset: Preset, seen: Seen, view: View, *, alone: bool) ->
     for guard in preset.guards:
         if not any(matches(name, (guard,)) for name in save.written):
             return f"{guard} was not written in this save"
+    if inside(seen.marker, root) and (reason := _torn(seen.marker, view)):
+        return reason
     names = view.names(root)
     if blocked := [name for name in names if matches(name, preset.blocked_by)]:
         return f"{_text(blocked[0])} is still there"
@@ -123,6 +125,21 @@ NEXT_SAVE = "the next save started"
 def is_temporary(name: bytes, preset: Preset) -> bool:
     """Return whether any component of a relative name is a temporary one."""
     return any(matches(part, preset.temp_names) for part in name.split(b"/"))
+
+
+def _torn(marker: bytes, view: View) -> str | None:
+    """A marker is also closed when its writer is killed in the middle of it."""
+    source = view.source(marker)
+    if source is None:
+        return None
+    name = marker.rpartition(b"/")[2]
+    try:
+        check_file(_text(name), source)
+    except CorruptError as error:
+        return f"{_text(name)}: {error}"
+    if name.endswith(b".json") and not source.read(max(0, source.size - 64), 64).rstrip().endswith((b"}", b"]")):
+        return f"{_text(name)} does not end as JSON does"
+    return None
 
 
 def _dcp(save: Save, view: View, alone: bool) -> str | None:

@@ -278,7 +278,7 @@ def test_hf_trainer():
     path = hf(world)
     world.wait(1000)
     assert not world.closes
-    world.put(f"{path}/trainer_state.json")
+    world.put(f"{path}/trainer_state.json", b"{}")
     rank1 = world.create(f"{path}/rng_state_1.pth", ZIP)
     world.wait(60)
     assert not world.closes
@@ -295,7 +295,7 @@ def test_hf_trainer_index_of_a_missing_shard():
     world = World()
     path = hf(world)
     world.put(f"{path}/model.safetensors.index.json", INDEX)
-    world.put(f"{path}/trainer_state.json")
+    world.put(f"{path}/trainer_state.json", b"{}")
     world.wait(1000)
     assert not world.closes
     assert "model-00001-of-00002.safetensors" in world.detector.open_saves()[path.encode()]
@@ -312,7 +312,7 @@ def test_hf_trainer_blocked_by_its_sentinel():
     path = "out/checkpoint-5"
     world.put(f"{path}/checkpoint-is-incomplete.txt")
     hf(world, path)
-    world.put(f"{path}/trainer_state.json")
+    world.put(f"{path}/trainer_state.json", b"{}")
     world.wait(1000)
     assert not world.closes
     world.unlink(f"{path}/checkpoint-is-incomplete.txt")
@@ -330,7 +330,7 @@ def test_hf_trainer_with_fsdp_and_deepspeed_nested():
     world.wait(1000)
     assert world.opens == [path]
     assert not world.closes
-    world.put(f"{path}/trainer_state.json")
+    world.put(f"{path}/trainer_state.json", b"{}")
     world.wait(31)
     assert world.closes == [(path, "hf-trainer", 5)]
 
@@ -338,7 +338,7 @@ def test_hf_trainer_with_fsdp_and_deepspeed_nested():
 def test_hf_trainer_with_a_temporary_directory():
     world = World()
     hf(world, "out/tmp-checkpoint-5")
-    world.put("out/tmp-checkpoint-5/trainer_state.json")
+    world.put("out/tmp-checkpoint-5/trainer_state.json", b"{}")
     world.wait(1000)
     assert not world.closes
     world.rename("out/tmp-checkpoint-5", "out/checkpoint-5")
@@ -520,7 +520,7 @@ def test_olmo_core_async_rename_is_a_false_close():
     dcp_save(world, "o/step10/model_and_optim")
     world.wait(1000)
     assert not world.closes
-    world.replace("o/step10/.metadata.json")
+    world.replace("o/step10/.metadata.json", b"{}")
     world.put("o/step10/config.json")
     world.wait(4)
     assert not world.closes
@@ -535,7 +535,7 @@ def test_olmo_core_sync():
     world.rename("o/step10-tmp", "o/step10")
     world.wait(1000)
     assert not world.closes
-    world.replace("o/step10/.metadata.json")
+    world.replace("o/step10/.metadata.json", b"{}")
     world.wait(6)
     assert world.closes == [("o/step10", "olmo-core", 10)]
 
