@@ -186,6 +186,9 @@ class Journal:
             )
         self._waiting: list[_Write[Any]] = []
         self._committing = False
+        self._changed = trio.Event()
+        self.commits = 0
+        """How many batches were committed by `write`: tells a cache whether it is still right."""
 
     def _reserve(self, directory: Path) -> None:
         fd = os.open(directory / "data.mdb", os.O_RDWR | os.O_CLOEXEC)
@@ -240,6 +243,10 @@ class Journal:
             raise write.error
         return write.result
 
+    async def wait_changed(self) -> None:
+        """Return after the next commit of `write`."""
+        await self._changed.wait()
+
     async def barrier(self) -> None:
         """Return when everything written before is durable."""
         await self.write(lambda _txn: None)
@@ -258,6 +265,9 @@ class Journal:
                 finally:
                     for write in batch:
                         write.done.set()
+                    self.commits += 1
+                    self._changed.set()
+                    self._changed = trio.Event()
         finally:
             self._committing = False
 

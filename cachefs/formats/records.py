@@ -58,7 +58,8 @@ class AttemptRecord(msgspec.Struct, frozen=True):
     `path` is the generation's path in the mount, `run` and `generation` its two halves. `closed_at` is set once every
     file of the save is pinned: from then on the set is fixed and rotation cannot touch it. `ordinal` orders attempts of
     a run within one epoch and is given when the open record is written (`opened_epoch` then names that epoch).
-    `signal` says what closed it, `error` why it does not move on or was abandoned.
+    `files` and `size` (bytes) are those of the closed set. `signal` says what closed it, `error` why it does not move
+    on or was abandoned.
     """
 
     attempt: str
@@ -78,6 +79,8 @@ class AttemptRecord(msgspec.Struct, frozen=True):
     published_at: float | None = None
     opened_epoch: int | None = None
     ordinal: int | None = None
+    files: int = 0
+    size: int = 0
     symlinks: tuple[Symlink, ...] = ()
     directories: tuple[Directory, ...] = ()
     trackers: tuple[Tracker, ...] = ()

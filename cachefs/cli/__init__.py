@@ -1,0 +1,1 @@
+"""The commands. Thin: each reads its arguments, calls one function of the program, and prints."""

@@ -1,0 +1,95 @@
+"""The commands that ask a running daemon: status, wait, close, flush."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+from rich.live import Live
+
+from cachefs import control
+from cachefs.cli import show
+from cachefs.config import given
+from cachefs.errors import InvalidError
+from cachefs.formats.names import to_text
+from cachefs.formats.records import State
+from cachefs.status import Status
+
+Timeout = Annotated[float | None, typer.Option("--timeout", help="Seconds to wait at most.", show_default=False)]
+REFRESH = 1.0
+"""Seconds between two looks of `status --watch`."""
+
+
+def status(
+    mountpoint: Annotated[Path | None, typer.Argument(help="The mount, or a path in it.", show_default=False)] = None,
+    *,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Go on, with progress bars, until interrupted.")] = False,
+) -> None:
+    """Show what the daemon knows: every generation's state, the backlog, the store's health."""
+    socket, _ = control.find(_mountpoint(mountpoint))
+    if as_json:
+        sys.stdout.buffer.write(msgspec.json.format(msgspec.json.encode(_status(socket)), indent=2) + b"\n")
+        return
+    if not watch:
+        show.console.print(show.status(_status(socket)))
+        return
+    with Live(show.status(_status(socket)), console=show.console, auto_refresh=False) as live:
+        while True:
+            show.pause(REFRESH)
+            live.update(show.status(_status(socket)), refresh=True)
+
+
+def _status(socket: Path) -> Status:
+    return msgspec.convert(control.ask(socket, control.StatusRequest()), Status)
+
+
+def wait(
+    path: Annotated[Path, typer.Argument(help="A generation, or a file in it; it need not exist any more.")],
+    *,
+    state: Annotated[str, typer.Option(help="open, staged, flushed, sealed, tested or published.")] = "published",
+    timeout: Timeout = None,
+) -> None:
+    """Return when the newest save of PATH has reached a state: is this checkpoint safe yet?"""
+    if state not in {one.value for one in State if one.rank >= 0}:
+        raise InvalidError(f"unknown state {state!r}", hint="open, staged, flushed, sealed, tested or published")
+    socket, inside = _inside(path)
+    reached = control.ask(socket, control.WaitRequest(inside, state, timeout))
+    show.console.print(f"{inside}: {reached}", highlight=False, markup=False)
+
+
+def close(path: Annotated[Path, typer.Argument(help="The generation's directory or file.")]) -> None:
+    """Say that a save is complete, for code that no preset knows."""
+    socket, inside = _inside(path)
+    attempt = control.ask(socket, control.CloseRequest(inside))
+    show.console.print(f"{inside}: closed (attempt {attempt})", highlight=False, markup=False)
+
+
+def flush(
+    mountpoint: Annotated[Path | None, typer.Argument(help="The mount, or a path in it.", show_default=False)] = None,
+    *,
+    timeout: Timeout = None,
+) -> None:
+    """Return when everything that is closed is published."""
+    socket, _ = control.find(_mountpoint(mountpoint))
+    published = control.ask(socket, control.FlushRequest(timeout))
+    show.console.print(f"nothing is pending; {published} generations published", highlight=False)
+
+
+def _mountpoint(given_path: Path | None) -> Path:
+    if given_path is not None:
+        return given_path
+    found = given(None, os.environ, {}).get("mountpoint")
+    return found if isinstance(found, Path) else Path.cwd()
+
+
+def _inside(path: Path) -> tuple[Path, str]:
+    socket, mountpoint = control.find(path)
+    inside = os.path.relpath(os.path.abspath(path), mountpoint)
+    if inside == ".":
+        raise InvalidError(f"{path} is the mountpoint itself", hint="name a generation below it")
+    return socket, to_text(os.fsencode(inside))

@@ -1,0 +1,158 @@
+"""The commands that need only the store, no mount and no daemon: ls, verify, restore."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import typer
+from rich.table import Table
+
+from cachefs.cli import show
+from cachefs.cli.options import STORE_KEYS, ConfigFile, settings, with_config
+from cachefs.errors import CorruptError, InvalidError
+from cachefs.formats.keys import Keys
+from cachefs.restore.files import restore as restore_files
+from cachefs.restore.listing import runs as list_runs
+from cachefs.restore.reader import Entry, find, history, load_manifest
+from cachefs.restore.verify import verify as verify_manifest
+from cachefs.store.base import ObjectStore
+from cachefs.store.open import open_store
+
+RunArgument = Annotated[str, typer.Argument(help="The run: the directory path above the generations.")]
+Generation = Annotated[
+    str | None, typer.Option("--generation", "-g", help="Instead of the newest one.", show_default=False)
+]
+Workers = Annotated[int, typer.Option("--workers", min=1, max=256, help="Shards read at the same time.")]
+
+
+def _store(config: Path | None, flags: dict[str, Any], workers: int = 8) -> tuple[ObjectStore, Keys]:
+    found = settings(config, flags)
+    if "store" not in found:
+        raise InvalidError("store is not set", hint="give --store, CACHEFS_STORE, or a --config file that names it")
+    store = open_store(
+        found["store"],
+        endpoint_url=found.get("endpoint_url"),
+        region=found.get("region"),
+        connections=workers + 2,
+    )
+    store.check()
+    return store, Keys(store.prefix)
+
+
+@with_config(STORE_KEYS)
+def ls(
+    run: Annotated[str | None, typer.Argument(help="One run; default: all runs.", show_default=False)] = None,
+    *,
+    config: ConfigFile = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    flags: dict[str, Any],
+) -> None:
+    """List the runs of a store, or the published generations of one run, newest first."""
+    store, keys = _store(config, flags)
+    if run is None:
+        _ls_runs(store, keys, as_json)
+        return
+    find(store, keys, run)  # says what is missing
+    entries = list(history(store, keys, run))
+    if as_json:
+        _json(entries)
+        return
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in ("generation", "step", "attempt", "epoch", "seq"):
+        table.add_column(column)
+    for entry in entries:
+        table.add_row(*_entry(entry))
+    show.console.print(table)
+
+
+def _entry(entry: Entry) -> tuple[str, ...]:
+    published = entry.published
+    return (published.generation, str(published.order.step), published.attempt, str(entry.epoch), str(entry.seq))
+
+
+def _ls_runs(store: ObjectStore, keys: Keys, as_json: bool) -> None:
+    found = list(list_runs(store, keys))
+    if as_json:
+        _json(found)
+    else:
+        table = Table(box=None, pad_edge=False, header_style="bold")
+        for column in ("run", "published", "step", "epoch", "owner"):
+            table.add_column(column)
+        for one in found:
+            if one.seen is None:
+                table.add_row(one.name, f"unreadable: {one.error}", "", "", "")
+                continue
+            pointer = one.seen.pointer
+            published = pointer.published
+            names = (published.generation, str(published.order.step)) if published else ("-", "-")
+            table.add_row(one.name, *names, str(pointer.epoch), pointer.owner)
+        show.console.print(table)
+    broken = [one for one in found if one.error]
+    if broken:
+        raise CorruptError(f"{len(broken)} of {len(found)} pointers cannot be read: {broken[0].error}")
+
+
+def _json(value: object) -> None:
+    sys.stdout.buffer.write(msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n")
+
+
+@with_config(STORE_KEYS)
+def verify(
+    run: RunArgument,
+    *,
+    generation: Generation = None,
+    checksums_only: Annotated[
+        bool, typer.Option("--checksums-only", help="Compare the store's own checksums; read no bytes.")
+    ] = False,
+    workers: Workers = 8,
+    config: ConfigFile = None,
+    flags: dict[str, Any],
+) -> None:
+    """Read a published generation's pinned versions back and hash them again."""
+    store, keys = _store(config, flags, workers)
+    manifest = load_manifest(store, run, find(store, keys, run, generation))
+    with show.progress(f"verify {manifest.generation}") as bar:
+        task = bar.add_task("", total=manifest.size)
+        level = "checksum" if checksums_only else "bytes"
+        done = verify_manifest(
+            store,
+            manifest,
+            level,  # type: ignore[arg-type]
+            workers=workers,
+            ranges=False,
+            progress=lambda count: bar.advance(task, count),
+        )
+    show.console.print(f"{run}/{manifest.generation}: {done.shards} shards, {done.bytes} bytes, all as promised")
+
+
+@with_config(STORE_KEYS)
+def restore(
+    run: RunArgument,
+    directory: Annotated[Path, typer.Argument(help="Where the generation is put, under its own name.")],
+    *,
+    generation: Generation = None,
+    replace: Annotated[bool, typer.Option("--replace", help="Replace an existing directory or file.")] = False,
+    workers: Workers = 8,
+    config: ConfigFile = None,
+    flags: dict[str, Any],
+) -> None:
+    """Restore a published generation into DIRECTORY, verified; all of it or nothing."""
+    store, keys = _store(config, flags, workers)
+    manifest = load_manifest(store, run, find(store, keys, run, generation))
+    with show.progress(f"restore {manifest.generation}") as bar:
+        task = bar.add_task("", total=manifest.size)
+        done = restore_files(
+            store,
+            manifest,
+            directory,
+            replace=replace,
+            workers=workers,
+            ranges=False,
+            progress=lambda count: bar.advance(task, count),
+        )
+    show.console.print(f"{done.path}: {done.shards} shards, {done.bytes} bytes", highlight=False, markup=False)
+    if done.skipped_xattrs:
+        show.console.print(f"attributes not supported here: {', '.join(done.skipped_xattrs)}", markup=False)

@@ -1,0 +1,102 @@
+"""`cachefs doctor`: look at everything a mount needs, and say what to do about what is missing."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from rich.table import Table
+
+from cachefs.cli import show
+from cachefs.cli.options import ConfigFile, settings, with_config
+from cachefs.errors import CachefsError, ProbeError
+from cachefs.store.open import open_store
+from cachefs.store.probe import Outcome, probe
+
+NO_PUBLISH = "mount with --no-publish to keep everything local, or choose a store that honours conditional writes"
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """One thing looked at. `error` is the error a mount would stop with, None when all is well."""
+
+    what: str
+    text: str
+    error: CachefsError | None = None
+
+
+@with_config(("mountpoint", "store", "staging", "endpoint_url", "region"))
+def doctor(*, config: ConfigFile = None, flags: dict[str, Any]) -> None:
+    """Check FUSE, the staging disk and the store (with the full probe), as far as the settings are given."""
+    found = settings(config, flags)
+    table = Table(box=None, pad_edge=False, show_header=False)
+    errors: list[CachefsError] = []
+    for finding in _look(found):
+        mark = "[red]fail[/]" if finding.error else "[green]ok[/]"
+        table.add_row(mark, finding.what, finding.text.replace("[", r"\["))
+        if finding.error:
+            errors.append(finding.error)
+    show.console.print(table)
+    if errors:
+        raise errors[0]
+
+
+def _look(found: dict[str, Any]) -> Iterator[Finding]:
+    yield Finding("system", f"Linux {platform.release()}, Python {platform.python_version()}")
+    yield _fuse()
+    yield _allow_other()
+    if "staging" in found:
+        yield _staging(found["staging"])
+    if "store" in found:
+        yield from _store(found)
+
+
+def _fuse() -> Finding:
+    if not os.access("/dev/fuse", os.R_OK | os.W_OK):
+        return Finding("fuse", "/dev/fuse cannot be opened", CachefsError("no FUSE", hint="modprobe fuse"))
+    if shutil.which("fusermount3") is None:
+        return Finding(
+            "fuse", "fusermount3 is missing", CachefsError("fusermount3 is missing", hint="apt-get install fuse3")
+        )
+    return Finding("fuse", "/dev/fuse can be opened, fusermount3 is there")
+
+
+def _allow_other() -> Finding:
+    if os.geteuid() == 0:
+        return Finding("other users", "root: --allow-other is on by default")
+    try:
+        allowed = "user_allow_other" in [line.strip() for line in Path("/etc/fuse.conf").read_text().splitlines()]
+    except OSError:
+        allowed = False
+    text = "user_allow_other is set" if allowed else "only this user sees the mount (user_allow_other is not set)"
+    return Finding("other users", text)
+
+
+def _staging(path: Path) -> Finding:
+    place = path
+    while not place.exists():
+        place = place.parent
+    if not os.access(place, os.W_OK):
+        return Finding("staging", f"{place} is not writable", CachefsError(f"{place} is not writable"))
+    stat = os.statvfs(place)
+    free = stat.f_bavail * stat.f_frsize
+    return Finding("staging", f"{show.size(free)} free at {place}")
+
+
+def _store(found: dict[str, Any]) -> Iterator[Finding]:
+    try:
+        store = open_store(found["store"], endpoint_url=found.get("endpoint_url"), region=found.get("region"))
+        store.check()
+    except CachefsError as error:
+        yield Finding("store", str(error), error)
+        return
+    yield Finding("store", f"{store.url} answers")
+    report = probe(store)
+    for check in report.checks:
+        bad = check.outcome in (Outcome.FAILED, Outcome.INCONCLUSIVE)
+        problem = ProbeError(f"{check.id}: {check.meaning}", hint=NO_PUBLISH) if bad else None
+        yield Finding(f"probe {check.id}", f"{check.outcome.value}: {check.meaning}", problem)

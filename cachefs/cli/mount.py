@@ -1,0 +1,66 @@
+"""`cachefs mount`: run the daemon, in the foreground or in the background."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Annotated, Any
+
+import typer
+
+from cachefs import daemon, log
+from cachefs.cli.options import ConfigFile, complete, with_config
+from cachefs.errors import CachefsError
+
+
+@with_config()
+def mount(
+    *,
+    config: ConfigFile = None,
+    background: Annotated[bool, typer.Option("--daemon", help="Return as soon as the mount serves.")] = False,
+    log_file: Annotated[str, typer.Option(help="With --daemon: append the log to this file.")] = "/dev/null",
+    flags: dict[str, Any],
+) -> None:
+    """Mount MOUNTPOINT and publish the checkpoints that are written there."""
+    settings = complete(config, flags)
+    if background:
+        _detach(log_file)
+    log.configure(settings.log_level, settings.log_format)
+    raise typer.Exit(daemon.run(settings, ready=_ready if background else None))
+
+
+_pipe = -1
+
+
+def _detach(log_file: str) -> None:
+    """Fork; the parent waits until the child serves or fails, and exits with its exit code."""
+    global _pipe
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child:
+        os.close(writer)
+        with os.fdopen(reader, "rb") as stream:
+            served = stream.read(1) == b"1"
+        os._exit(0 if served else os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    os.close(reader)
+    os.setsid()
+    _pipe = writer
+    try:
+        target = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o640)
+    except OSError as error:
+        raise CachefsError(f"cannot write the log file {log_file}: {error.strerror}") from error
+    null = os.open("/dev/null", os.O_RDONLY)
+    os.dup2(null, 0)
+    os.dup2(target, 1)
+    # Errors of the start still go to the terminal; the log follows once the mount serves.
+    _detach_later.append(target)
+
+
+_detach_later: list[int] = []
+
+
+def _ready() -> None:
+    sys.stderr.flush()
+    os.dup2(_detach_later.pop(), 2)
+    os.write(_pipe, b"1")
+    os.close(_pipe)

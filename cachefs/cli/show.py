@@ -1,0 +1,93 @@
+"""How results look in a terminal."""
+
+from __future__ import annotations
+
+import time
+
+from rich.console import Console, Group, RenderableType
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+
+from cachefs.status import GenerationStatus, Status
+
+console = Console(soft_wrap=True)
+_COLOURS = {"published": "green", "abandoned": "red", "fenced": "red", "open": "dim"}
+
+
+def pause(seconds: float) -> None:
+    """Wait between two looks at something that changes by itself."""
+    time.sleep(seconds)
+
+
+def size(count: float) -> str:
+    """Return bytes as people read them."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
+
+
+def age(seconds: float) -> str:
+    """Return a duration as people read it."""
+    if seconds < 60:
+        return f"{seconds:.0f}s"
+    if seconds < 3600:
+        return f"{seconds // 60:.0f}m{seconds % 60:02.0f}s"
+    return f"{seconds // 3600:.0f}h{seconds % 3600 // 60:02.0f}m"
+
+
+def progress(text: str) -> Progress:
+    """Return a progress display for bytes."""
+    return Progress(
+        TextColumn(text, markup=False), BarColumn(), DownloadColumn(), TransferSpeedColumn(), console=console
+    )
+
+
+def status(status: Status) -> RenderableType:
+    """Lay a status out."""
+    head = Table.grid(padding=(0, 2))
+    rows = [
+        ("mount", f"{status.mountpoint}  (pid {status.pid}, data path {status.data_path})"),
+        ("store", f"{status.store}  ({status.store_health})"),
+        ("staging", f"{status.staging}  ({size(status.staging_free_bytes)} free)"),
+        ("backlog", f"{size(status.backlog_bytes)} in {status.backlog_files} files"),
+        ("oldest unpublished", age(status.oldest_unpublished_age) if status.oldest_unpublished_age else "-"),
+        ("loose files waiting", str(status.loose_pending)),
+    ]
+    for run in status.runs:
+        fenced = f"  FENCED by {run.fenced_by}" if run.fenced_by else ""
+        rows.append(("run", f"{run.run}  epoch {run.epoch or '-'}{fenced}"))
+    if status.publishing_blocked:
+        rows.append(("NOT PUBLISHING", status.publishing_blocked))
+    for name, text in rows:
+        head.add_row(name, _plain(text))
+    return Group(head, "", generations(status.generations)) if status.generations else head
+
+
+def generations(known: tuple[GenerationStatus, ...]) -> Table:
+    """Lay the generations out, with a bar for what is being flushed."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in ("generation", "step", "state", "flushed", "", "age", "note"):
+        table.add_column(column, overflow="fold")
+    for one in known:
+        bar: RenderableType = ""
+        if one.bytes > 0 and one.bytes_flushed < one.bytes:
+            bar = ProgressBar(total=one.bytes, completed=one.bytes_flushed, width=20)
+        note = one.error or (one.waiting if one.state == "open" else "")
+        colour = _COLOURS.get(one.state.value, "yellow")
+        table.add_row(
+            _plain(one.path),
+            str(one.step),
+            f"[{colour}]{one.state.value}[/]",
+            f"{size(one.bytes_flushed)}/{size(one.bytes)}",
+            bar,
+            age(one.age),
+            _plain(note),
+        )
+    return table
+
+
+def _plain(text: str) -> str:
+    return text.replace("[", r"\[")

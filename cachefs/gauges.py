@@ -1,0 +1,84 @@
+"""Keeps the metrics in step with the journal."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import trio
+
+from cachefs.flush.uploader import Flusher
+from cachefs.formats.records import AttemptRecord, State
+from cachefs.journal import Journal
+from cachefs.metrics import Metrics
+from cachefs.reporter import Reporter
+from cachefs.staging.layout import Staging
+
+INTERVAL = 2.0
+"""Least seconds between two looks."""
+_REASONS = ("superseded", "removed", "renamed", "restore test", "older", "open", "staging")
+
+
+class Gauges:
+    """Writes the gauges, and counts what moved on since the last look."""
+
+    def __init__(
+        self, metrics: Metrics, journal: Journal, reporter: Reporter, flusher: Flusher, staging: Staging
+    ) -> None:
+        self._metrics = metrics
+        self._journal = journal
+        self._reporter = reporter
+        self._flusher = flusher
+        self._staging = staging
+        self._states: dict[str, State] | None = None
+        self._flushed_bytes = 0
+        self._failures: Counter[str] = Counter()
+
+    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Update for ever, when the journal changed and at least every INTERVAL seconds."""
+        task_status.started()
+        while True:
+            self.update()
+            await trio.sleep(INTERVAL)
+
+    def update(self) -> None:
+        """Look once."""
+        metrics, status = self._metrics, self._reporter.status()
+        metrics.backlog_bytes.set(status.backlog_bytes)
+        metrics.backlog_files.set(status.backlog_files)
+        metrics.oldest_unpublished_seconds.set(status.oldest_unpublished_age)
+        metrics.loose_pending_files.set(status.loose_pending)
+        metrics.staging_free_bytes.set(status.staging_free_bytes)
+        metrics.staging_used_bytes.set(self._staging.total_bytes() - status.staging_free_bytes)
+        counts = Counter(generation.state for generation in status.generations)
+        for state in State:
+            metrics.generations.labels(state=state.value).set(counts[state])
+        for run in status.runs:
+            metrics.epoch.labels(run=run.run).set(0 if run.fenced_by else run.epoch)
+            metrics.fenced.labels(run=run.run).set(bool(run.fenced_by))
+        self._count_moves()
+        self._count_uploads()
+
+    def _count_moves(self) -> None:
+        with self._journal.read() as txn:
+            attempts = list(txn.attempts.scan())
+        before, self._states = self._states, {attempt.attempt: attempt.state for attempt in attempts}
+        if before is None:
+            return  # what happened before this process counts for that one
+        for attempt in attempts:
+            if before.get(attempt.attempt) is not attempt.state:
+                self._count_move(attempt)
+
+    def _count_move(self, attempt: AttemptRecord) -> None:
+        if attempt.state is State.PUBLISHED and attempt.published_at and attempt.closed_at:
+            self._metrics.close_to_published_seconds.observe(max(0.0, attempt.published_at - attempt.closed_at))
+        elif attempt.state is State.ABANDONED:
+            reason = next((reason for reason in _REASONS if reason in attempt.error), "other")
+            self._metrics.abandoned.labels(reason=reason).inc()
+
+    def _count_uploads(self) -> None:
+        seen = self._flusher.statistics()
+        self._metrics.flushed_bytes.inc(seen.flushed_bytes - self._flushed_bytes)
+        self._flushed_bytes = seen.flushed_bytes
+        for reason, count in seen.failures.items():
+            self._metrics.upload_retries.labels(reason=reason).inc(count - self._failures[reason])
+        self._failures = Counter(dict(seen.failures))

@@ -1,0 +1,169 @@
+"""The instant a save closes: pin every file of it, so that neither rotation nor the next save can touch its bytes."""
+
+from __future__ import annotations
+
+import os
+import stat as stat_module
+from collections.abc import Callable, Iterable, Sequence
+
+import msgspec
+
+from cachefs.formats.manifest import Directory, Symlink, Tracker
+from cachefs.formats.names import to_text
+from cachefs.formats.records import AttemptRecord, Identity, ShardRecord
+from cachefs.generations.presets import matches
+from cachefs.staging.pins import Pins
+
+TRACKER_MAX = 64 << 10
+"""Largest tracker file that is recorded, bytes; trackers hold a name or a number."""
+
+
+class ClosedSet(msgspec.Struct, frozen=True):
+    """The files of a closed save, all pinned. `dropped` are early shards that are not part of it any more."""
+
+    shards: tuple[ShardRecord, ...]
+    symlinks: tuple[Symlink, ...]
+    directories: tuple[Directory, ...]
+    trackers: tuple[Tracker, ...]
+    dropped: tuple[ShardRecord, ...]
+
+
+class Closer:
+    """Pins one save. Synchronous: for a worker thread, while the mount holds back changes of the save."""
+
+    def __init__(
+        self,
+        tree_fd: int,
+        pins: Pins,
+        attempt: AttemptRecord,
+        *,
+        new_id: Callable[[], str],
+        key: Callable[[str, str], str],
+    ) -> None:
+        """`key(shard, path)` builds the object key of a new shard."""
+        self._tree_fd = tree_fd
+        self._pins = pins
+        self._attempt = attempt
+        self._new_id = new_id
+        self._key = key
+        self._by_ino: dict[int, ShardRecord] = {}
+        self._symlinks: list[Symlink] = []
+        self._directories: list[Directory] = []
+
+    def close(
+        self, path: bytes, early: Iterable[ShardRecord], *, temp_names: Sequence[str], trackers: Sequence[str]
+    ) -> ClosedSet:
+        """Pin the generation at `path` and return its exact set; early shards whose bytes are unchanged keep their
+        uploads.
+
+        Raises OSError; what was pinned by then is swept by the next start, or reused when the close is repeated.
+        """
+        known = {shard.identity.ino: shard for shard in early}
+        used: set[str] = set()
+        above, _, name = path.rpartition(b"/")
+        if self._attempt.kind == "file":
+            fd = os.open(above or b".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self._tree_fd)
+            try:
+                self._add(fd, name, to_text(name), known, used)
+            finally:
+                os.close(fd)
+        else:
+            self._walk(path, known, used, temp_names)
+        return ClosedSet(
+            shards=tuple(self._by_ino.values()),
+            symlinks=tuple(self._symlinks),
+            directories=tuple(self._directories),
+            trackers=self._trackers(above, trackers),
+            dropped=tuple(shard for shard in known.values() if shard.shard not in used),
+        )
+
+    def _walk(self, path: bytes, known: dict[int, ShardRecord], used: set[str], temp_names: Sequence[str]) -> None:
+        for root, directories, files, fd in os.fwalk(path, dir_fd=self._tree_fd, follow_symlinks=False):
+            below = root[len(path) + 1 :]
+            stat = os.fstat(fd)
+            self._directories.append(
+                Directory(to_text(below) or ".", stat_module.S_IMODE(stat.st_mode), stat.st_mtime_ns)
+            )
+            for name in [*directories, *files]:
+                inside = below + b"/" + name if below else name
+                mode = os.stat(name, dir_fd=fd, follow_symlinks=False).st_mode
+                if stat_module.S_ISLNK(mode):
+                    self._symlinks.append(Symlink(to_text(inside), to_text(os.readlink(name, dir_fd=fd))))
+                elif stat_module.S_ISREG(mode) and not matches(inside, temp_names):
+                    self._add(fd, name, to_text(inside), known, used)
+
+    def _add(self, fd: int, name: bytes, path: str, known: dict[int, ShardRecord], used: set[str]) -> None:
+        stat = os.stat(name, dir_fd=fd, follow_symlinks=False)
+        seen = self._by_ino.get(stat.st_ino)
+        if seen is not None:  # another hard link to a file of this save
+            self._by_ino[stat.st_ino] = msgspec.structs.replace(seen, paths=(*seen.paths, path))
+            return
+        early = known.get(stat.st_ino)
+        if early is not None and (early.identity.size, early.identity.mtime_ns) == (stat.st_size, stat.st_mtime_ns):
+            used.add(early.shard)
+            shard = msgspec.structs.replace(
+                early, paths=(path,), early=False, mode=stat_module.S_IMODE(stat.st_mode), xattrs=user_xattrs(fd, name)
+            )
+        else:
+            shard = pin_file(self._pins, self._attempt, fd, name, path, new_id=self._new_id, key=self._key)
+        self._by_ino[stat.st_ino] = shard
+
+    def _trackers(self, parent: bytes, names: Sequence[str]) -> tuple[Tracker, ...]:
+        found: list[Tracker] = []
+        fd = os.open(parent or b".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self._tree_fd)
+        try:
+            for name in sorted(os.listdir(fd)):
+                if not matches(os.fsencode(name), names):
+                    continue
+                stat = os.stat(name, dir_fd=fd, follow_symlinks=False)
+                text = to_text(os.fsencode(name))
+                if stat_module.S_ISLNK(stat.st_mode):
+                    target = os.readlink(os.fsencode(name), dir_fd=fd)
+                    if target.split(b"/")[0] == os.fsencode(self._attempt.generation):
+                        found.append(Tracker(text, target, symlink=True))
+                elif stat_module.S_ISREG(stat.st_mode) and stat.st_size <= TRACKER_MAX:
+                    found.append(Tracker(text, _read(name, fd)))
+        finally:
+            os.close(fd)
+        return tuple(found)
+
+
+def pin_file(
+    pins: Pins,
+    attempt: AttemptRecord,
+    fd: int,
+    name: bytes,
+    path: str,
+    *,
+    new_id: Callable[[], str],
+    key: Callable[[str, str], str],
+    early: bool = False,
+) -> ShardRecord:
+    """Pin one file under a new shard id and return its record. Raises OSError."""
+    shard = new_id()[:16]
+    stat = pins.add(attempt.attempt, shard, fd, name)
+    return ShardRecord(
+        attempt=attempt.attempt,
+        shard=shard,
+        paths=(path,),
+        identity=Identity(ino=stat.st_ino, size=stat.st_size, mtime_ns=stat.st_mtime_ns),
+        mode=stat_module.S_IMODE(stat.st_mode),
+        key=key(shard, path),
+        xattrs=user_xattrs(fd, name),
+        early=early,
+    )
+
+
+def user_xattrs(dir_fd: int, name: bytes) -> dict[str, bytes]:
+    """Return the user's extended attributes of a file in a directory."""
+    path = b"/proc/self/fd/%d/%s" % (dir_fd, name)
+    names = [attribute for attribute in os.listxattr(path, follow_symlinks=False) if attribute.startswith("user.")]
+    return {attribute: os.getxattr(path, attribute, follow_symlinks=False) for attribute in names}
+
+
+def _read(name: str, dir_fd: int) -> bytes:
+    fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=dir_fd)
+    try:
+        return os.pread(fd, TRACKER_MAX, 0)
+    finally:
+        os.close(fd)

@@ -1,0 +1,129 @@
+"""Early uploads: a file of an open save that was closed and left alone is pinned, so that its upload starts before the
+save closes. Opening it for writing again drops the pin and what was sent: nothing was promised yet.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+
+import trio
+
+from cachefs import clock
+from cachefs.formats.names import to_text
+from cachefs.formats.records import AttemptRecord, ShardRecord, State
+from cachefs.generations.closing import pin_file
+from cachefs.journal import Journal, Txn
+from cachefs.staging.pins import Pins
+
+
+class EarlyUploads:
+    """The early pins of all open saves. Only used from the event loop."""
+
+    def __init__(
+        self,
+        journal: Journal,
+        pins: Pins,
+        tree_fd: int,
+        *,
+        delay: float,
+        key: Callable[[AttemptRecord, str, str], str],
+        pinned: Callable[[], None],
+    ) -> None:
+        """`delay` is how long, in seconds, a closed file must be left alone; `key(attempt, shard, path)` builds its
+        object key; `pinned` is called when there is something to send.
+        """
+        self._journal = journal
+        self._pins = pins
+        self._tree_fd = tree_fd
+        self._delay = delay
+        self._key = key
+        self._pinned = pinned
+        self._due: dict[bytes, tuple[float, str, bytes]] = {}
+        self._by_ino: dict[int, ShardRecord] = {}
+        self._changed = trio.Event()
+
+    def resume(self, shards: Iterable[ShardRecord]) -> None:
+        """Take over the early pins that the journal knows from before a restart."""
+        self._by_ino = {shard.identity.ino: shard for shard in shards}
+
+    def closed(self, path: bytes, attempt: str, root: bytes) -> None:
+        """Note that the last writer of a file of an open save is gone. `root` is the generation's path."""
+        self._due[path] = (clock.monotonic() + self._delay, attempt, root)
+        self._changed.set()
+
+    def opening(self, path: bytes) -> ShardRecord | None:
+        """Return the early pin that must be dropped before the file at `path` is written, or None; the fast path."""
+        self._due.pop(path, None)
+        if not self._by_ino:
+            return None
+        try:
+            stat = os.stat(path, dir_fd=self._tree_fd, follow_symlinks=False)
+        except OSError:
+            return None
+        return self._by_ino.get(stat.st_ino)
+
+    async def drop(self, shard: ShardRecord) -> None:
+        """Drop an early pin, in the journal first: the flusher then throws away what it has sent."""
+        self._by_ino.pop(shard.identity.ino, None)
+        await self._journal.write(lambda txn: txn.drop_shard(shard))
+        self._pins.drop(shard.attempt, shard.shard)
+
+    def settled(self, attempt: str) -> None:
+        """The attempt closed or ended: its pins are early no longer."""
+        self._due = {path: due for path, due in self._due.items() if due[1] != attempt}
+        self._by_ino = {ino: shard for ino, shard in self._by_ino.items() if shard.attempt != attempt}
+
+    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Pin what is due, for ever."""
+        task_status.started()
+        while True:
+            self._changed = trio.Event()
+            now = clock.monotonic()
+            for path, (due, attempt, root) in list(self._due.items()):
+                if due <= now and self._due.pop(path, None) is not None:
+                    await self._pin(path, attempt, root)
+            wait = min((due for due, _, _ in self._due.values()), default=float("inf")) - clock.monotonic()
+            with trio.move_on_after(max(wait, 0)):
+                await self._changed.wait()
+
+    async def _pin(self, path: bytes, attempt: str, root: bytes) -> None:
+        with self._journal.read() as txn:
+            record = txn.attempts.get(attempt)
+        if record is None or record.closed_at is not None or record.state is not State.OPEN:
+            return
+        above, _, name = path.rpartition(b"/")
+        try:
+            fd = os.open(above or b".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self._tree_fd)
+        except FileNotFoundError:
+            return
+        try:
+            shard = pin_file(
+                self._pins,
+                record,
+                fd,
+                name,
+                to_text(path[len(root) + 1 :]),
+                new_id=clock.new_id,
+                key=lambda shard, inside: self._key(record, shard, inside),
+                early=True,
+            )
+        except FileNotFoundError:
+            return  # renamed or removed meanwhile: a rename announced the new name by itself
+        finally:
+            os.close(fd)
+        self._by_ino[shard.identity.ino] = shard
+        if await self._journal.write(lambda txn: _record(txn, shard)):
+            self._pinned()
+        else:
+            self._by_ino.pop(shard.identity.ino, None)
+            self._pins.drop(shard.attempt, shard.shard)
+
+
+def _record(txn: Txn, shard: ShardRecord) -> bool:
+    """Record an early pin, unless its save closed or ended while it was made."""
+    attempt = txn.attempts.get(shard.attempt)
+    if attempt is None or attempt.closed_at is not None or attempt.state is not State.OPEN:
+        return False
+    txn.put_shard(shard)
+    return True

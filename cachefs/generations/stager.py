@@ -1,0 +1,156 @@
+"""From closed to `staged`: the daemon syncs every file and directory of a closed save itself, since most frameworks
+never call fsync, and takes the identity of each file, by which later damage is told from the bytes that were closed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import msgspec
+import structlog
+import trio
+import xxhash
+
+from cachefs import clock
+from cachefs.errors import CachefsError, CorruptError
+from cachefs.formats.names import to_bytes
+from cachefs.formats.records import AttemptRecord, Identity, ShardRecord, State
+from cachefs.journal import Journal, Txn
+from cachefs.staging.pins import Pins
+
+_READ = 4 << 20
+_log = structlog.get_logger(__name__)
+
+
+class Stager:
+    """Stages closed saves, the oldest first. The journal is the queue."""
+
+    def __init__(self, journal: Journal, pins: Pins, tree_fd: int, *, staged: Callable[[], None]) -> None:
+        """`staged` is called after an attempt moved on."""
+        self._journal = journal
+        self._pins = pins
+        self._tree_fd = tree_fd
+        self._staged = staged
+        self._hint = trio.Event()
+
+    def wake(self) -> None:
+        """Hint that an attempt was closed."""
+        self._hint.set()
+
+    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Stage whatever is closed, for ever."""
+        task_status.started()
+        while True:
+            self._hint = trio.Event()
+            with self._journal.read() as txn:
+                waiting = [a for a in txn.attempts.scan() if a.closed_at is not None and a.state is State.OPEN]
+            for attempt in sorted(waiting, key=lambda record: record.serial):
+                await self._stage(attempt)
+            if not waiting:
+                await self._hint.wait()
+
+    async def _stage(self, attempt: AttemptRecord) -> None:
+        with self._journal.read() as txn:
+            shards = txn.shards_of(attempt.attempt)
+        try:
+            identities = await trio.to_thread.run_sync(self._sync, attempt, shards)
+        except (CachefsError, OSError) as error:
+            reason = str(error)
+            _log.error("save abandoned", path=attempt.path, reason=reason)
+            await self._journal.write(lambda txn: _abandon(txn, attempt.attempt, reason))
+        else:
+            for superseded in await self._journal.write(lambda txn: _staged(txn, attempt, identities)):
+                await trio.to_thread.run_sync(self._pins.drop_attempt, superseded)
+        self._staged()
+
+    def _sync(self, attempt: AttemptRecord, shards: list[ShardRecord]) -> dict[str, Identity]:
+        """Sync and identify every pinned file; in a worker thread."""
+        identities: dict[str, Identity] = {}
+        for shard in shards:
+            try:
+                fd = self._pins.open(shard.attempt, shard.shard)
+            except FileNotFoundError:
+                raise CorruptError(f"the bytes of {shard.paths[0]} are gone from staging") from None
+            try:
+                os.fsync(fd)
+                stat = os.fstat(fd)
+                if (stat.st_size, stat.st_mtime_ns) != (shard.identity.size, shard.identity.mtime_ns):
+                    raise CorruptError(f"{shard.paths[0]} changed in staging after its save was closed")
+                if shard.pin is None and shard.identity.xxh3 is None:
+                    identities[shard.shard] = msgspec.structs.replace(shard.identity, xxh3=_xxh3(fd))
+            finally:
+                os.close(fd)
+        if shards:
+            _sync_directory(self._pins.path(attempt.attempt, ""), None)
+        self._sync_tree(to_bytes(attempt.path))
+        return identities
+
+    def _sync_tree(self, path: bytes) -> None:
+        """Sync the directories of a generation and those above it; they may have been removed by now."""
+        for _root, _directories, _files, fd in os.fwalk(path, dir_fd=self._tree_fd, follow_symlinks=False):
+            os.fsync(fd)
+        while path := path.rpartition(b"/")[0]:
+            _sync_directory(path, self._tree_fd)
+        os.fsync(self._tree_fd)
+
+
+def _xxh3(fd: int) -> str:
+    digest = xxhash.xxh3_128()
+    buffer = bytearray(_READ)
+    offset = 0
+    while count := os.preadv(fd, [buffer], offset):
+        digest.update(memoryview(buffer)[:count])
+        offset += count
+    return digest.hexdigest()
+
+
+def _sync_directory(path: os.PathLike[str] | bytes, dir_fd: int | None) -> None:
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=dir_fd)
+    except FileNotFoundError:
+        return
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _abandon(txn: Txn, attempt: str, reason: str) -> None:
+    if txn.attempts.get(attempt) is not None:
+        txn.update_attempt(attempt, state=State.ABANDONED, error=reason)
+
+
+def _staged(txn: Txn, attempt: AttemptRecord, identities: dict[str, Identity]) -> list[str]:
+    current = txn.attempts.get(attempt.attempt)
+    if current is None or current.state is not State.OPEN:
+        return []
+    for name, identity in identities.items():
+        shard = txn.shard(attempt.attempt, name)
+        if shard is not None:
+            txn.put_shard(msgspec.structs.replace(shard, identity=identity))
+    txn.update_attempt(attempt.attempt, state=State.STAGED, staged_at=clock.now())
+    return _supersede(txn, attempt)
+
+
+def _supersede(txn: Txn, newer: AttemptRecord) -> list[str]:
+    """Abandon older saves of the same generation that wait behind it and of which nothing was sent yet; return them.
+
+    One that is being sent goes on, so a path that is overwritten faster than it can be sent is still published.
+    """
+    superseded = []
+    for older in list(txn.attempts.scan()):
+        shards = txn.shards_of(older.attempt)
+        if (
+            older.path == newer.path
+            and older.serial < newer.serial
+            and older.closed_at is not None
+            and older.state in (State.OPEN, State.STAGED)
+            and not any(shard.pin or shard.upload_id for shard in shards)
+        ):
+            reason = f"superseded by a later save before its upload began (attempt {newer.attempt})"
+            txn.update_attempt(older.attempt, state=State.ABANDONED, error=reason)
+            for shard in shards:
+                txn.drop_shard(shard)
+            superseded.append(older.attempt)
+    return superseded

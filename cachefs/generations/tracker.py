@@ -1,0 +1,403 @@
+"""The tracker watches the mount for the daemon: it feeds every change to the detector and carries out what follows, in
+the journal and in the pins. What is acknowledged to the training code is journaled first: an opened save before its
+first file, a closed save (with every file pinned) before the operation that closed it returns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+import msgspec
+import structlog
+import trio
+
+from cachefs import clock
+from cachefs.errors import InvalidError, NotFoundError
+from cachefs.formats.keys import Keys
+from cachefs.formats.names import to_bytes, to_text
+from cachefs.formats.records import AttemptRecord, RunRecord, ShardRecord, State
+from cachefs.generations.actions import (
+    AbandonSave,
+    Action,
+    CancelSave,
+    CloseSave,
+    Incomplete,
+    Loose,
+    MoveSave,
+    OpenSave,
+    ResumedSave,
+)
+from cachefs.generations.closing import ClosedSet, Closer
+from cachefs.generations.detector import Detector
+from cachefs.generations.early import EarlyUploads
+from cachefs.generations.placement import Placement, Placer
+from cachefs.generations.signals import marker_paths
+from cachefs.generations.view import TreeView
+from cachefs.journal import Journal, Txn
+from cachefs.staging.changes import Change, Kind
+from cachefs.staging.pins import Pins
+
+_log = structlog.get_logger(__name__)
+_REWRITES = (Kind.OPENED, Kind.TRUNCATED)
+
+
+class Hints(msgspec.Struct, frozen=True):
+    """Whom to wake. Hints only: each re-reads the journal."""
+
+    opened: Callable[[], None]
+    """An attempt was opened or ended."""
+    closed: Callable[[], None]
+    """A save was closed."""
+    pinned: Callable[[], None]
+    """There is something to send."""
+    loose: Callable[[bytes], None]
+    """A loose file changed."""
+
+
+class _Save:
+    """A save being tracked: its attempt, and the two moments others wait for."""
+
+    __slots__ = ("attempt", "closing", "journaled", "placement")
+
+    def __init__(self, attempt: str, placement: Placement) -> None:
+        self.attempt = attempt
+        self.placement = placement
+        self.journaled = trio.Event()
+        self.closing: trio.Event | None = None
+
+
+class Tracker:
+    """The saves of one mount. Only used from the event loop."""
+
+    def __init__(
+        self,
+        journal: Journal,
+        pins: Pins,
+        tree_fd: int,
+        detector: Detector,
+        placer: Placer,
+        keys: Keys,
+        *,
+        member: str,
+        early_delay: float,
+        hints: Hints,
+    ) -> None:
+        """`early_delay` in seconds, see early.py."""
+        self._journal = journal
+        self._pins = pins
+        self._tree_fd = tree_fd
+        self._detector = detector
+        self._placer = placer
+        self._keys = keys
+        self._member = member
+        self._hints = hints
+        self._view = TreeView(tree_fd)
+        self._saves: dict[bytes, _Save] = {}
+        self._closing: dict[bytes, _Save] = {}
+        self._changed = trio.Event()
+        self.early = EarlyUploads(journal, pins, tree_fd, delay=early_delay, key=self._key, pinned=hints.pinned)
+
+    def _key(self, attempt: AttemptRecord, shard: str, path: str) -> str:
+        return self._keys.shard(attempt.run, attempt.attempt, self._member, shard, path)
+
+    # ---- called by the mount (mount.observer.Observer)
+
+    def before(self, change: Change) -> Awaitable[None] | None:
+        """Hold back what would touch a save that is being pinned, and drop an early pin that is written again."""
+        if self._closing:
+            for path in (change.path, change.old):
+                save = self._closing_around(path) if path else None
+                if save is not None and save.closing is not None:
+                    return self._wait_for_close(save.closing, change)
+        if change.kind in _REWRITES and (shard := self.early.opening(change.path)) is not None:
+            return self.early.drop(shard)
+        return None
+
+    def _closing_around(self, path: bytes) -> _Save | None:
+        for root, save in self._closing.items():
+            if path == root or path.startswith(root + b"/") or root.startswith(path + b"/"):
+                return save
+        return None
+
+    async def _wait_for_close(self, closing: trio.Event, change: Change) -> None:
+        await closing.wait()
+        again = self.before(change)
+        if again is not None:
+            await again
+
+    def after(self, change: Change) -> Awaitable[None] | None:
+        """Take a change in; the caller waits for the journal where something was opened or closed."""
+        actions = self._detector.observe(change, clock.monotonic(), self._view)
+        if change.writers == 0 and change.kind in (Kind.CLOSED, Kind.RENAMED, Kind.LINKED) and not change.is_dir:
+            self._note_early(change.path)
+        self._changed.set()
+        return self._carry_out(actions)
+
+    def _note_early(self, path: bytes) -> None:
+        root = path
+        while root := root.rpartition(b"/")[0]:
+            save = self._saves.get(root)
+            if save is not None:
+                if save.closing is None and not save.placement.temporary:
+                    self.early.closed(path, save.attempt, root)
+                return
+
+    # ---- what follows from the detector's actions
+
+    def _carry_out(self, actions: list[Action]) -> Awaitable[None] | None:
+        """Start everything at once, so that nothing slips in between; return what remains to be waited for."""
+        waiting: list[Awaitable[None]] = []
+        for action in actions:
+            match action:
+                case OpenSave(placement):
+                    waiting.append(self._open(placement))
+                case MoveSave(old, placement):
+                    waiting.append(self._move(old, placement))
+                case CloseSave(path):
+                    waiting.append(self._close(path, action))
+                case CancelSave(path, reason) | AbandonSave(path, reason):
+                    waiting.append(self._end(path, reason))
+                case Incomplete(path, why):
+                    _log.warning("file is incomplete and will not be published", path=to_text(path), reason=why)
+                    waiting.append(self._incomplete(path, why))
+                case Loose(path):
+                    self._hints.loose(path)
+        if not waiting:
+            return None
+        return waiting[0] if len(waiting) == 1 else _all(waiting)
+
+    def _open(self, placement: Placement) -> Awaitable[None]:
+        save = _Save(clock.new_id(), placement)
+        self._saves[placement.path] = save
+        return self._journal_open(save)
+
+    async def _journal_open(self, save: _Save) -> None:
+        """Journal a new attempt. A name that a framework only writes under is journaled when it gets its real one."""
+        placement = save.placement
+        if placement.temporary and save.closing is None:
+            return
+        baselines = {to_text(path): self._view.identity(path) for path in marker_paths(placement)}
+        record = AttemptRecord(
+            attempt=save.attempt,
+            path=to_text(placement.path),
+            run=placement.run,
+            generation=placement.generation,
+            kind=placement.kind,
+            preset=placement.candidates[0].name if placement.candidates else "",
+            step=-1 if placement.step is None else placement.step,
+            opened_at=clock.now(),
+            serial=0,
+            baselines=baselines,
+        )
+        await self._journal.write(lambda txn: _insert(txn, record))
+        save.journaled.set()
+        self._hints.opened()
+
+    def _move(self, old: bytes, placement: Placement) -> Awaitable[None]:
+        save = self._saves.pop(old)
+        if save.journaled.is_set():
+            moved = _Save(clock.new_id(), placement)
+            self._saves[placement.path] = moved
+            return _all(
+                [self._journal_end(save.attempt, f"renamed to {placement.generation}"), self._journal_open(moved)]
+            )
+        save.placement = placement
+        self._saves[placement.path] = save
+        return self._journal_open(save)
+
+    def _close(self, path: bytes, action: CloseSave) -> Awaitable[None]:
+        save = self._saves.pop(path)
+        save.closing = trio.Event()
+        self._closing[path] = save
+        return self._pin_all(path, save, action)
+
+    async def _pin_all(self, path: bytes, save: _Save, action: CloseSave) -> None:
+        try:
+            if save.placement.temporary:
+                await self._journal_open(save)  # closed by hand under a name it was only to be written under
+            await save.journaled.wait()
+            with self._journal.read() as txn:
+                attempt = txn.attempts.get(save.attempt)
+                early = txn.shards_of(save.attempt)
+            if attempt is None:
+                raise AssertionError("an attempt that is being closed is in the journal")
+            preset = next((one for one in save.placement.candidates if one.name == action.preset), None)
+            closer = Closer(
+                self._tree_fd,
+                self._pins,
+                attempt,
+                new_id=clock.new_id,
+                key=lambda shard, inside: self._key(attempt, shard, inside),
+            )
+            temp_names = preset.temp_names if preset else ()
+            trackers = preset.trackers if preset else ()
+            try:
+                closed = await trio.to_thread.run_sync(
+                    lambda: closer.close(path, early, temp_names=temp_names, trackers=trackers)
+                )
+            except OSError as error:
+                await self._journal_end(save.attempt, f"its files could not be pinned: {error.strerror}")
+                raise
+            dropped = await self._journal.write(lambda txn: _closed(txn, attempt, action, closed))
+            self.early.settled(save.attempt)
+            for shard in dropped:
+                self._pins.drop(shard.attempt, shard.shard)
+        finally:
+            del self._closing[path]
+            assert save.closing is not None
+            save.closing.set()
+        _log.info("save closed", path=to_text(path), signal=action.signal, files=len(closed.shards))
+        self._hints.closed()
+
+    def _end(self, path: bytes, reason: str) -> Awaitable[None]:
+        save = self._saves.pop(path)
+        return self._journal_end(save.attempt, reason)
+
+    async def _journal_end(self, attempt: str, reason: str) -> None:
+        self.early.settled(attempt)
+        await self._journal.write(lambda txn: _ended(txn, attempt, reason))
+        await trio.to_thread.run_sync(self._pins.drop_attempt, attempt)
+        self._hints.opened()
+
+    async def _incomplete(self, path: bytes, why: str) -> None:
+        save = self._saves.get(path)
+        if save is not None:
+            await save.journaled.wait()
+            await self._journal.write(lambda txn: _noted(txn, save.attempt, why))
+
+    # ---- the clock, by hand, and after a restart
+
+    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Close what only time closes, for ever."""
+        task_status.started()
+        while True:
+            self._changed = trio.Event()
+            waiting = self._carry_out(self._detector.due(clock.monotonic(), self._view))
+            if waiting is not None:
+                await waiting
+            deadline = self._detector.next_deadline()
+            wait = float("inf") if deadline is None else max(deadline - clock.monotonic(), 0.01)
+            with trio.move_on_after(wait):
+                await self._changed.wait()
+
+    async def close_now(self, path: bytes) -> str:
+        """Close a generation by hand; return its attempt id.
+
+        Raises NotFoundError when nothing is there, InvalidError when the path is no generation.
+        """
+        if self._view.identity(path) is None:
+            raise NotFoundError(f"{to_text(path)} does not exist in the mount")
+        known = set(self._saves)
+        waiting = self._carry_out(self._detector.close_now(path, clock.monotonic(), self._view))
+        self._changed.set()
+        attempt = self._saves[path].attempt if path in self._saves else ""
+        if waiting is not None:
+            await waiting
+        if not attempt:
+            with self._journal.read() as txn:
+                found = [one for one in txn.attempts.scan() if one.path == to_text(path)]
+            if not found:
+                raise InvalidError(f"{to_text(path)} is not a generation", hint=f"open saves: {len(known)}")
+            attempt = max(found, key=lambda one: one.serial).attempt
+        return attempt
+
+    def open_saves(self) -> dict[str, str]:
+        """Return the open saves by path, and what each waits for."""
+        return {to_text(path): waits for path, waits in self._detector.open_saves().items()}
+
+    async def resume(self) -> None:
+        """Take up the saves of an earlier process: drop pins nobody knows, close what was complete."""
+        await self._journal.write(self._sweep)
+        with self._journal.read() as txn:
+            attempts = sorted(txn.attempts.scan(), key=lambda record: record.serial)
+            early = [shard for shard in txn.shards.scan() if shard.early]
+        self.early.resume(early)
+        latest = {attempt.path: attempt for attempt in attempts}
+        resumed: list[ResumedSave] = []
+        for attempt in latest.values():
+            path = to_bytes(attempt.path)
+            is_open = attempt.state is State.OPEN and attempt.closed_at is None
+            if self._view.identity(path) is None:
+                if is_open:
+                    await self._journal_end(attempt.attempt, "removed before it was complete")
+                continue
+            if is_open or attempt.closed_at is not None:
+                baselines = {to_bytes(marker): baseline for marker, baseline in attempt.baselines.items()}
+                resumed.append(ResumedSave(path, baselines, closed=not is_open))
+        # The detector names what it takes up by path, so the attempts must be known before it speaks.
+        for save in resumed:
+            if not save.closed:
+                attempt = latest[to_text(save.path)]
+                placement = self._placer.any(save.path, is_file=attempt.kind == "file")
+                tracked = self._saves[save.path] = _Save(attempt.attempt, placement)
+                tracked.journaled.set()
+        waiting = self._carry_out(self._detector.resume(resumed, self._view, clock.monotonic()))
+        if waiting is not None:
+            await waiting
+        self._changed.set()
+
+    def _sweep(self, txn: Txn) -> None:
+        for attempt in txn.attempts.scan():
+            shards = {shard.shard for shard in txn.shards_of(attempt.attempt)}
+            for stray in self._pins.shards(attempt.attempt) - shards:
+                self._pins.drop(attempt.attempt, stray)
+        self._pins.sweep({attempt.attempt for attempt in txn.attempts.scan()})
+
+
+async def _all(waiting: list[Awaitable[None]]) -> None:
+    for one in waiting:
+        await one
+
+
+def _insert(txn: Txn, record: AttemptRecord) -> None:
+    run = txn.runs.get(record.run) or RunRecord(run=record.run)
+    # A name without a number takes the highest step so far: it is then ordered by when it was opened.
+    step = record.step if record.step >= 0 else run.step
+    txn.runs.put(record.run, msgspec.structs.replace(run, step=max(run.step, step)))
+    txn.attempts.put(record.attempt, msgspec.structs.replace(record, step=step, serial=txn.next_serial()))
+
+
+def _closed(txn: Txn, attempt: AttemptRecord, action: CloseSave, closed: ClosedSet) -> list[ShardRecord]:
+    """Record the fixed set of a save; return the early shards that are not part of it."""
+    kept = {shard.shard: shard for shard in closed.shards}
+    dropped = []
+    for current in txn.shards_of(attempt.attempt):
+        if current.shard in kept:
+            # The flusher may have moved on meanwhile: its progress stays.
+            early = kept[current.shard]
+            kept[current.shard] = msgspec.structs.replace(
+                current, paths=early.paths, mode=early.mode, xattrs=early.xattrs, early=False
+            )
+        else:
+            txn.drop_shard(current)
+            dropped.append(current)
+    for shard in kept.values():
+        txn.put_shard(shard)
+    txn.update_attempt(
+        attempt.attempt,
+        preset=action.preset,
+        signal=action.signal,
+        closed_at=clock.now(),
+        files=len(kept),
+        size=sum(shard.identity.size for shard in kept.values()),
+        symlinks=closed.symlinks,
+        directories=closed.directories,
+        trackers=closed.trackers,
+        error="",
+    )
+    return dropped
+
+
+def _ended(txn: Txn, attempt: str, reason: str) -> None:
+    record = txn.attempts.get(attempt)
+    if record is None or record.closed_at is not None:
+        return
+    for shard in txn.shards_of(attempt):
+        txn.drop_shard(shard)
+    txn.update_attempt(attempt, state=State.ABANDONED, error=reason)
+
+
+def _noted(txn: Txn, attempt: str, why: str) -> None:
+    record = txn.attempts.get(attempt)
+    if record is not None and record.closed_at is None:
+        txn.update_attempt(attempt, error=why)

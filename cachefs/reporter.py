@@ -1,0 +1,189 @@
+"""Answers about the daemon: the status, the extended attributes, and the waits of the command line."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import trio
+
+from cachefs import __version__, clock, control
+from cachefs.config import Config
+from cachefs.errors import CachefsError, DeniedError, FencedError, NotFoundError, ProbeError, WaitTimeout
+from cachefs.formats.names import to_bytes, to_text
+from cachefs.formats.records import AttemptRecord, State
+from cachefs.journal import Journal
+from cachefs.publish.rules import effective_state
+from cachefs.status import GenerationStatus, Status, generation_status, snapshot
+
+DATA_PATH = "python"
+
+
+class Live(msgspec.Struct, frozen=True):
+    """What the journal does not know. Each is asked when a status is."""
+
+    publishing_blocked: Callable[[], str]
+    store_health: Callable[[], str]
+    staging_free: Callable[[], int]
+    loose_pending: Callable[[], int]
+    open_saves: Callable[[], dict[str, str]]
+    close_now: Callable[[bytes], Any]
+
+
+class Reporter:
+    """Reads the journal for everybody who asks. Only used from the event loop."""
+
+    def __init__(self, journal: Journal, config: Config, store_url: str, socket: Path, tree: Path, live: Live) -> None:
+        self._journal = journal
+        self._config = config
+        self._store_url = store_url
+        self._socket = socket
+        self._tree = tree
+        self._live = live
+        self._latest: dict[str, AttemptRecord] = {}
+        self._latest_at = -1
+
+    def status(self) -> Status:
+        """Return the whole status."""
+        with self._journal.read() as txn:
+            seen = snapshot(txn, now=clock.now(), waiting=self._live.open_saves())
+        return Status(
+            version=__version__,
+            pid=os.getpid(),
+            mountpoint=str(self._config.mountpoint),
+            store=self._store_url,
+            staging=str(self._config.staging),
+            member=self._config.member,
+            data_path=DATA_PATH,
+            publishing_blocked=self._live.publishing_blocked(),
+            store_health=self._live.store_health(),
+            backlog_bytes=seen.backlog_bytes,
+            backlog_files=seen.backlog_files,
+            oldest_unpublished_age=seen.oldest_unpublished_age,
+            loose_pending=self._live.loose_pending(),
+            staging_free_bytes=self._live.staging_free(),
+            runs=seen.runs,
+            generations=seen.generations,
+        )
+
+    # ---- extended attributes
+
+    def answer(self, path: bytes, name: str) -> bytes | None:
+        """Return the value of `user.cachefs.<name>`, or None where there is none."""
+        if name == "socket":
+            return os.fsencode(self._socket) if not path else None
+        found = self._status_of(to_text(path))
+        if found is None:
+            return b"loose" if name == "state" and path and not self._is_directory(path) else None
+        values = {
+            "state": found.state.value,
+            "generation": found.generation,
+            "flushed": f"{found.bytes_flushed}/{found.bytes}",
+            "error": found.error,
+        }
+        return values[name].encode() if name in values else None
+
+    def _is_directory(self, path: bytes) -> bool:
+        return os.path.isdir(os.path.join(os.fsencode(self._tree), path))
+
+    def _status_of(self, path: str) -> GenerationStatus | None:
+        attempt = self._newest(path)
+        if attempt is None:
+            return None
+        with self._journal.read() as txn:
+            return generation_status(
+                attempt, txn.shards_of(attempt.attempt), txn.runs.get(attempt.run), now=clock.now()
+            )
+
+    def _newest(self, path: str) -> AttemptRecord | None:
+        """Return the newest attempt of the generation a path lies in."""
+        if self._latest_at != self._journal.commits:
+            self._latest_at = self._journal.commits
+            with self._journal.read() as txn:
+                attempts = sorted(txn.attempts.scan(), key=lambda record: record.serial)
+            self._latest = {attempt.path: attempt for attempt in attempts}
+        while path:
+            if (found := self._latest.get(path)) is not None:
+                return found
+            path = path.rpartition("/")[0]
+        return None
+
+    # ---- the control socket
+
+    async def handle(self, request: control.Request, peer: control.Peer) -> Any:
+        """Carry a request out; raises CachefsError."""
+        match request:
+            case control.StatusRequest():
+                return self.status()
+            case control.WaitRequest(path, state, timeout):
+                return await self._wait(path, State(state), timeout)
+            case control.CloseRequest(path):
+                self._check_right(path, peer)
+                return await self._live.close_now(to_bytes(path))
+            case control.FlushRequest(timeout):
+                return await self._flush(timeout)
+
+    def _check_right(self, path: str, peer: control.Peer) -> None:
+        try:
+            owner = os.lstat(os.path.join(os.fsencode(self._tree), to_bytes(path))).st_uid
+        except FileNotFoundError:
+            raise NotFoundError(f"{path} does not exist in the mount") from None
+        if peer.uid not in (0, os.geteuid(), owner):
+            raise DeniedError(f"only its owner or root may close {path}")
+
+    async def _wait(self, path: str, state: State, timeout: float | None) -> str:
+        with trio.move_on_after(math.inf if timeout is None else timeout):
+            while True:
+                reached = self._reached(path, state)
+                if reached is not None:
+                    return reached.value
+                await self._journal.wait_changed()
+        now = self._status_of(path)
+        raise WaitTimeout(
+            f"{path} is {now.state.value if now else 'unknown'}, not {state.value}, after {timeout:g} s",
+            hint=now.error if now and now.error else self._live.publishing_blocked(),
+        )
+
+    def _reached(self, path: str, wanted: State) -> State | None:
+        attempt = self._newest(path)
+        if attempt is None:
+            raise NotFoundError(
+                f"{path} is not part of a generation that this mount has seen", hint="cachefs status lists them"
+            )
+        with self._journal.read() as txn:
+            state = effective_state(attempt, txn.runs.get(attempt.run))
+        if state is State.ABANDONED:
+            raise CachefsError(f"the newest save of {path} was abandoned: {attempt.error}")
+        if attempt.state.rank >= wanted.rank:
+            return attempt.state
+        if state is State.FENCED:
+            raise FencedError(f"run {attempt.run} was taken over by another daemon; {path} stays in staging")
+        blocked = self._live.publishing_blocked()
+        if blocked and wanted.rank > State.STAGED.rank and not self._config.publish:
+            raise ProbeError(f"{path} will not become {wanted.value}: {blocked}")
+        return None
+
+    async def _flush(self, timeout: float | None) -> int:
+        if not self._config.publish:
+            raise ProbeError(f"nothing is flushed: {self._live.publishing_blocked()}")
+        with trio.move_on_after(math.inf if timeout is None else timeout):
+            while pending := self.unpublished():
+                await self._journal.wait_changed()
+            with self._journal.read() as txn:
+                return sum(attempt.state is State.PUBLISHED for attempt in txn.attempts.scan())
+        raise WaitTimeout(
+            f"{pending} generations are not published after {timeout:g} s", hint=self._live.publishing_blocked()
+        )
+
+    def unpublished(self) -> int:
+        """Return how many closed saves wait to be published; fenced ones do not: they wait for a restart."""
+        with self._journal.read() as txn:
+            fenced = {run.run for run in txn.runs.scan() if run.fenced_by}
+            return sum(
+                attempt.closed_at is not None and not attempt.state.final and attempt.run not in fenced
+                for attempt in txn.attempts.scan()
+            )

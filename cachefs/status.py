@@ -1,0 +1,126 @@
+"""What the daemon says about itself: to `cachefs status`, to the metrics, to the service manager. Built from the
+journal.
+
+`Status` is also the JSON of `cachefs status --json`; fields are only ever added.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from cachefs.formats.records import AttemptRecord, RunRecord, ShardRecord, State
+from cachefs.journal import Txn
+from cachefs.publish.rules import effective_state
+
+
+class GenerationStatus(msgspec.Struct, frozen=True):
+    """One attempt. Sizes in bytes, `age` in seconds since it was closed (or opened, while it is open)."""
+
+    path: str
+    run: str
+    generation: str
+    attempt: str
+    step: int
+    preset: str
+    state: State
+    files: int
+    files_flushed: int
+    bytes: int
+    bytes_flushed: int
+    age: float
+    error: str = ""
+    waiting: str = ""
+
+
+class RunStatus(msgspec.Struct, frozen=True):
+    """One run: the epoch this daemon holds (0: none), who fenced it (empty: nobody)."""
+
+    run: str
+    epoch: int
+    fenced_by: str
+
+
+class Status(msgspec.Struct, frozen=True):
+    """The whole daemon. `publishing_blocked` says why nothing is published (empty: all is well)."""
+
+    version: str
+    pid: int
+    mountpoint: str
+    store: str
+    staging: str
+    member: str
+    data_path: str
+    publishing_blocked: str
+    store_health: str
+    backlog_bytes: int
+    backlog_files: int
+    oldest_unpublished_age: float
+    loose_pending: int
+    staging_free_bytes: int
+    runs: tuple[RunStatus, ...]
+    generations: tuple[GenerationStatus, ...]
+
+
+class Snapshot(msgspec.Struct, frozen=True):
+    """The part of a status that comes from the journal."""
+
+    backlog_bytes: int
+    backlog_files: int
+    oldest_unpublished_age: float
+    runs: tuple[RunStatus, ...]
+    generations: tuple[GenerationStatus, ...]
+
+
+def generation_status(
+    attempt: AttemptRecord, shards: list[ShardRecord], run: RunRecord | None, *, now: float, waiting: str = ""
+) -> GenerationStatus:
+    """Return the status of one attempt."""
+    flushed = [shard for shard in shards if shard.pin is not None]
+    files, size = len(flushed), sum(shard.identity.size for shard in flushed)
+    if attempt.state is State.PUBLISHED:  # its shard records are gone
+        files, size = attempt.files, attempt.size
+    since = attempt.closed_at if attempt.closed_at is not None else attempt.opened_at
+    errors = [attempt.error] if attempt.error else [shard.error for shard in shards if shard.error]
+    return GenerationStatus(
+        path=attempt.path,
+        run=attempt.run,
+        generation=attempt.generation,
+        attempt=attempt.attempt,
+        step=attempt.step,
+        preset=attempt.preset,
+        state=effective_state(attempt, run),
+        files=attempt.files or len(shards),
+        files_flushed=files,
+        bytes=attempt.size or sum(shard.identity.size for shard in shards),
+        bytes_flushed=size,
+        age=max(0.0, now - since),
+        error=errors[0] if errors else "",
+        waiting=waiting,
+    )
+
+
+def snapshot(txn: Txn, *, now: float, waiting: Mapping[str, str] | None = None) -> Snapshot:
+    """Read the journal. `waiting` says by path what an open save waits for."""
+    runs = {run.run: run for run in txn.runs.scan()}
+    backlog_bytes = backlog_files = 0
+    oldest = 0.0
+    generations = []
+    for attempt in sorted(txn.attempts.scan(), key=lambda record: record.serial):
+        shards = txn.shards_of(attempt.attempt)
+        status = generation_status(
+            attempt, shards, runs.get(attempt.run), now=now, waiting=(waiting or {}).get(attempt.path, "")
+        )
+        generations.append(status)
+        if attempt.closed_at is not None and not attempt.state.final:
+            oldest = max(oldest, now - attempt.closed_at)
+            backlog_bytes += status.bytes - status.bytes_flushed
+            backlog_files += status.files - status.files_flushed
+    return Snapshot(
+        backlog_bytes=backlog_bytes,
+        backlog_files=backlog_files,
+        oldest_unpublished_age=oldest,
+        runs=tuple(RunStatus(run.run, run.epoch, run.fenced_by) for run in runs.values()),
+        generations=tuple(generations),
+    )

@@ -1,0 +1,1 @@
+"""Tests of the whole: a real mount, a real journal, real stores, real frameworks, and kill -9."""
