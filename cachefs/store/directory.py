@@ -187,20 +187,28 @@ class DirectoryStore:
         swept = 0
         with translated(self.url), self._work() as own:
             now = os.stat(own).st_mtime
-            for entry in os.scandir(os.path.dirname(own)):
+            for name in os.listdir(os.path.dirname(own)):
+                path = os.path.join(os.path.dirname(own), name)
                 try:
-                    if entry.path == own or now - entry.stat().st_mtime < age:
+                    if path == own or now - os.stat(path).st_mtime < age:
                         continue
                 except FileNotFoundError:
                     continue  # its owner has just finished
-                record = load(os.path.join(entry.path, "record"))
-                if record is not None:
-                    with self._lock(record.key):
-                        if find(self._directory(record.key), record.version_id) is None:
-                            self._drop(record)
-                shutil.rmtree(entry.path, ignore_errors=True)
+                self._undo(os.path.join(path, "record"))
+                shutil.rmtree(path, ignore_errors=True)
                 swept += 1
         return swept
+
+    def _undo(self, draft: str) -> None:
+        """Remove the bytes that a dead process put in place for a record it did not commit, or had withdrawn."""
+        try:
+            record = load(draft)
+        except CorruptError:
+            return  # it died while writing the draft: nothing was put in place yet
+        if record is not None:
+            with self._lock(record.key):
+                if find(self._directory(record.key), record.version_id) is None:
+                    self._drop(record)
 
     def _drop(self, record: Record) -> None:
         """Remove the bytes of a version that has no record."""

@@ -90,14 +90,15 @@ def probe(store: ObjectStore) -> ProbeReport:
     CachefsError: what goes wrong is in the report.
     """
     keys = Keys(store.prefix)
-    for number in range(1, TRIES + 1):
+    tries = 0
+    while True:
+        tries += 1
         prefix = keys.probe(clock.new_id())
         bench = Bench(store, prefix)
         checks = tuple(_answers(bench))
         checks += (_clean(store, prefix),)
-        if not _cut_short(checks):
-            break
-    return ProbeReport(store.url, checks, number)
+        if tries == TRIES or not _cut_short(checks):
+            return ProbeReport(store.url, checks, tries)
 
 
 def _cut_short(checks: Iterable[Check]) -> bool:

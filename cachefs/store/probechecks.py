@@ -176,7 +176,10 @@ def _version_under_marker(bench: Bench) -> bool:
 
 
 def _create_over_marker(bench: Bench) -> bool:
-    return not _refused(lambda: bench.put(bench.a, CREATE_ONLY))
+    key = bench.prefix + "again"  # its own: a broken P14 would have covered the marker on `a`
+    bench.put(key, CREATE_ONLY)
+    bench.store.probe_delete(key)
+    return not _refused(lambda: bench.put(key, CREATE_ONLY))
 
 
 def _race_create(bench: Bench) -> bool:

@@ -9,7 +9,7 @@ Keys given to the methods are whole keys, with the store's prefix.
 
 from __future__ import annotations
 
-from base64 import b64decode, b64encode
+from base64 import b64encode
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -29,6 +29,7 @@ from cachefs.errors import (
 )
 from cachefs.store.base import STREAM_CHUNK, Buffer, Condition, Listing, ObjectInfo, PartInfo, UploadInfo, VersionInfo
 from cachefs.store.listing import is_probe_key
+from cachefs.store.s3answers import checksum, completed, condition_headers, field, part_info, version_info
 from cachefs.store.s3body import as_body
 from cachefs.store.s3errors import from_exception
 
@@ -67,6 +68,12 @@ class S3Store:
         for client in (self._bulk, self._once, self._patient):
             client.close()
 
+    def __enter__(self) -> S3Store:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     @property
     def url(self) -> str:
         return f"s3://{self._bucket}/{self._prefix}".rstrip("/")
@@ -96,7 +103,7 @@ class S3Store:
         extra = {} if sha256 is None else {"ChecksumSHA256": b64encode(sha256).decode()}
         with _translated("PutObject", condition):
             answer = client.put_object(
-                **self._at(key), Body=as_body(body), Metadata=dict(metadata), **extra, **_condition(condition)
+                **self._at(key), Body=as_body(body), Metadata=dict(metadata), **extra, **condition_headers(condition)
             )
         return self._written(key, answer, len(body), metadata)
 
@@ -105,7 +112,7 @@ class S3Store:
             answer = self._bulk.create_multipart_upload(
                 **self._at(key), Metadata=dict(metadata), ChecksumAlgorithm="SHA256", ChecksumType="COMPOSITE"
             )
-        return str(answer["UploadId"])
+        return field(answer, "UploadId", "CreateMultipartUpload")
 
     def upload_part(self, key: str, upload_id: str, number: int, body: Buffer, *, sha256: bytes) -> str:
         with _translated("UploadPart"):
@@ -116,12 +123,11 @@ class S3Store:
                 Body=as_body(body),
                 ChecksumSHA256=b64encode(sha256).decode(),
             )
-        return str(answer["ETag"])
+        return field(answer, "ETag", "UploadPart")
 
     def list_parts(self, key: str, upload_id: str) -> list[PartInfo]:
-        with _translated("ListParts"):
-            pages = self._bulk.get_paginator("list_parts").paginate(**self._at(key), UploadId=upload_id)
-            return [_part(part) for page in pages for part in page.get("Parts", [])]
+        pages = self._pages("ListParts", "list_parts", Key=key, UploadId=upload_id)
+        return [part_info(part) for page in pages for part in page.get("Parts", [])]
 
     def complete_multipart(
         self, key: str, upload_id: str, parts: Sequence[PartInfo], *, condition: Condition | None
@@ -133,10 +139,10 @@ class S3Store:
             answer = self._patient.complete_multipart_upload(
                 **self._at(key),
                 UploadId=upload_id,
-                MultipartUpload={"Parts": [_completed(part) for part in parts]},
+                MultipartUpload={"Parts": [completed(given) for given in parts]},
                 MpuObjectSize=size,
                 **checked,
-                **_condition(condition),
+                **condition_headers(condition),
             )
         return self._written(key, answer, size, {})
 
@@ -148,13 +154,11 @@ class S3Store:
             pass
 
     def list_multiparts(self, prefix: str) -> list[UploadInfo]:
-        with _translated("ListMultipartUploads"):
-            pages = self._bulk.get_paginator("list_multipart_uploads").paginate(Bucket=self._bucket, Prefix=prefix)
-            return [
-                UploadInfo(upload["Key"], upload["UploadId"], upload["Initiated"].timestamp())
-                for page in pages
-                for upload in page.get("Uploads", [])
-            ]
+        return [
+            UploadInfo(upload["Key"], upload["UploadId"], upload["Initiated"].timestamp())
+            for page in self._pages("ListMultipartUploads", "list_multipart_uploads", Prefix=prefix)
+            for upload in page.get("Uploads", [])
+        ]
 
     def head(self, key: str, version_id: str | None = None) -> ObjectInfo | None:
         """See ObjectStore. A missing bucket looks like a missing key here: HEAD has no body (`check` can tell)."""
@@ -203,22 +207,15 @@ class S3Store:
         return body
 
     def list(self, prefix: str, *, delimiter: str = "") -> Listing:
-        with _translated("ListObjectsV2"):
-            pages = tuple(
-                self._bulk.get_paginator("list_objects_v2").paginate(
-                    Bucket=self._bucket, Prefix=prefix, Delimiter=delimiter
-                )
-            )
+        pages = tuple(self._pages("ListObjectsV2", "list_objects_v2", Prefix=prefix, Delimiter=delimiter))
         keys = sorted(entry["Key"] for page in pages for entry in page.get("Contents", []))
         prefixes = sorted(entry["Prefix"] for page in pages for entry in page.get("CommonPrefixes", []))
         return Listing(tuple(keys), tuple(prefixes))
 
     def list_versions(self, prefix: str) -> Iterator[VersionInfo]:
-        with _translated("ListObjectVersions"):
-            pages = self._bulk.get_paginator("list_object_versions").paginate(Bucket=self._bucket, Prefix=prefix)
-            for page in pages:
-                yield from (_version(entry, False) for entry in page.get("Versions", []))
-                yield from (_version(entry, True) for entry in page.get("DeleteMarkers", []))
+        for page in self._pages("ListObjectVersions", "list_object_versions", Prefix=prefix):
+            yield from (version_info(entry, False) for entry in page.get("Versions", []))
+            yield from (version_info(entry, True) for entry in page.get("DeleteMarkers", []))
 
     def delete_version(self, key: str, version_id: str) -> None:
         if not version_id:
@@ -238,6 +235,13 @@ class S3Store:
     def _at(self, key: str, version_id: str | None = None) -> dict[str, str]:
         where = {"Bucket": self._bucket, "Key": key}
         return where if version_id is None else {**where, "VersionId": version_id}
+
+    def _pages(self, operation: str, method: str, **arguments: str) -> Iterator[dict[str, Any]]:
+        """Iterate over the pages of a listing, all of them or an error: an empty answer is not an empty listing."""
+        with _translated(operation):
+            for page in self._bulk.get_paginator(method).paginate(Bucket=self._bucket, **arguments):
+                field(page, "IsTruncated", operation)
+                yield page
 
     @contextmanager
     def _opened(self, key: str, version_id: str | None, **extra: str) -> Iterator[dict[str, Any]]:
@@ -261,15 +265,16 @@ class S3Store:
         return ObjectInfo(
             key=key,
             version_id=version_id or self._version_id(answer),
-            etag=str(answer["ETag"]),
-            size=int(answer["ContentLength"]),
+            etag=field(answer, "ETag", "GetObject"),
+            size=int(field(answer, "ContentLength", "GetObject")),
             metadata={name.lower(): value for name, value in answer.get("Metadata", {}).items()},
-            checksum=_checksum(answer),
+            checksum=checksum(answer),
         )
 
     def _written(self, key: str, answer: Mapping[str, Any], size: int, metadata: Mapping[str, str]) -> ObjectInfo:
         meta = {name.lower(): value for name, value in metadata.items()}
-        return ObjectInfo(key, self._version_id(answer), str(answer["ETag"]), size, meta, _checksum(answer))
+        etag = field(answer, "ETag", "write")
+        return ObjectInfo(key, self._version_id(answer), etag, size, meta, checksum(answer))
 
     def _version_id(self, answer: Mapping[str, Any]) -> str:
         version_id = answer.get("VersionId")
@@ -312,36 +317,3 @@ def _translated(operation: str, condition: Condition | None = None) -> Iterator[
 def _code(error: Exception) -> str:
     cause = error.__cause__
     return str(cause.response.get("Error", {}).get("Code", "")) if isinstance(cause, ClientError) else ""
-
-
-def _condition(condition: Condition | None) -> dict[str, str]:
-    if condition is None:
-        return {}
-    return {"IfNoneMatch": "*"} if condition.if_match is None else {"IfMatch": condition.if_match}
-
-
-def _checksum(answer: Mapping[str, Any]) -> str | None:
-    """Return the SHA-256 the store reports, hex, without the `-N` of a composite one."""
-    text = str(answer.get("ChecksumSHA256", "")).partition("-")[0]
-    return b64decode(text).hex() if text else None
-
-
-def _completed(part: PartInfo) -> dict[str, Any]:
-    entry: dict[str, Any] = {"PartNumber": part.number, "ETag": part.etag}
-    return entry if part.sha256 is None else {**entry, "ChecksumSHA256": b64encode(part.sha256).decode()}
-
-
-def _part(entry: Mapping[str, Any]) -> PartInfo:
-    text = entry.get("ChecksumSHA256")
-    return PartInfo(int(entry["PartNumber"]), str(entry["ETag"]), int(entry["Size"]), b64decode(text) if text else None)
-
-
-def _version(entry: Mapping[str, Any], is_marker: bool) -> VersionInfo:
-    return VersionInfo(
-        key=entry["Key"],
-        version_id=str(entry["VersionId"]),
-        is_latest=bool(entry.get("IsLatest", False)),
-        is_marker=is_marker,
-        size=int(entry.get("Size", 0)),
-        modified=entry["LastModified"].timestamp(),
-    )

@@ -112,9 +112,14 @@ def from_answer(status: int, code: str, message: str, *, operation: str, if_matc
         return DeniedError(text, hint="check the credentials and the bucket policy")
     if 300 <= status < 400:
         return StoreError(text, hint="the bucket is elsewhere: check the region and the endpoint")
-    if code.isdigit():
+    if not code or code.isdigit():
         return UnavailableError(f"{text} (the body is not S3's XML)", reason="not-xml")
     return StoreError(text)
+
+
+def not_s3(operation: str, field: str) -> UnavailableError:
+    """Return the error for an answer that says success and lacks what every S3 answer has: something else answered."""
+    return UnavailableError(f"{operation}: the answer has no {field} (is a proxy answering?)", reason="not-xml")
 
 
 def from_exception(error: Exception, *, operation: str, if_match: bool = False) -> CachefsError:

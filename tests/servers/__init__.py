@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -52,10 +53,8 @@ class Server:
         }
 
     def session(self) -> Any:
-        """Return a boto3 session with the server's credentials."""
-        return boto3.session.Session(
-            aws_access_key_id=self.access_key, aws_secret_access_key=self.secret_key, region_name=self.region
-        )
+        """Return a boto3 session with the server's credentials; shared, since making one is slow."""
+        return _session(self.access_key, self.secret_key, self.region)
 
     def store(self, bucket: str, prefix: str = "", *, connections: int = 16) -> S3Store:
         """Return a store on a bucket; close it at the end."""
@@ -72,6 +71,11 @@ class Server:
         finally:
             client.close()
         return name
+
+
+@lru_cache
+def _session(access_key: str, secret_key: str, region: str) -> Any:
+    return boto3.session.Session(aws_access_key_id=access_key, aws_secret_access_key=secret_key, region_name=region)
 
 
 @contextmanager

@@ -1,0 +1,349 @@
+"""The probe must find every store that ignores what publication relies on, and leave nothing behind."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import contextmanager
+
+import msgspec
+import pytest
+
+from cachefs.errors import BadPart, ConditionFailed, CorruptError, DeniedError, ProbeError, Unsupported
+from cachefs.store.base import Condition
+from cachefs.store.directory import DirectoryStore
+from cachefs.store.memory import MemoryStore
+from cachefs.store.probe import TRIES, Outcome, probe
+from cachefs.store.probechecks import QUESTIONS
+from tests.store.faults import FaultyStore, Rule, ends, expired, lost_answer, lost_request, refused, rules
+
+EXPECTED = {
+    # the backends as they are: what the probe says about each
+    "memory": {},
+    "directory": {},
+    "moto": {"P12": Outcome.ADVISORY, "P13": Outcome.ADVISORY},
+    "ministack": {"P8r": Outcome.ADVISORY},
+}
+
+
+def failed(report) -> set[str]:
+    return {check.id for check in report.checks if check.outcome is Outcome.FAILED}
+
+
+def other(report) -> dict[str, Outcome]:
+    return {check.id: check.outcome for check in report.problems()}
+
+
+def is_empty(store) -> bool:
+    return not list(store.list_versions("")) and not store.list_multiparts("")
+
+
+def test_the_backends_as_they_are(store, backend):
+    report = probe(store)
+    assert other(report) == EXPECTED[backend.name]
+    assert report.ok
+    assert report.conclusive
+    assert report.tries == 1
+    assert report.ranges == backend.ranges_of_versions
+    assert report.checksums == backend.verifies_sha256
+    assert [check.id for check in report.checks] == [question.id for question in QUESTIONS] + ["PX"]
+    assert is_empty(store)
+
+
+class Wrapped(MemoryStore):
+    """Base of the faulty stores below: each breaks one promise that a real store was seen to break."""
+
+
+class IgnoresCreateOnly(Wrapped):
+    def put(self, key, body, *, condition, **rest):
+        return super().put(key, body, condition=condition if condition and condition.if_match else None, **rest)
+
+    def complete_multipart(self, key, upload_id, parts, *, condition):
+        return super().complete_multipart(key, upload_id, parts, condition=None)
+
+
+class IgnoresCreateOnlyOfUploads(Wrapped):
+    def complete_multipart(self, key, upload_id, parts, *, condition):
+        return super().complete_multipart(key, upload_id, parts, condition=None)
+
+
+class IgnoresIfMatch(Wrapped):
+    def put(self, key, body, *, condition, **rest):
+        return super().put(key, body, condition=condition if condition and condition.if_none_match else None, **rest)
+
+
+class RefusesEveryIfMatch(Wrapped):
+    """As a store that compares the quoted ETag with its own unquoted one."""
+
+    def put(self, key, body, *, condition, **rest):
+        if condition and condition.if_match:
+            raise ConditionFailed("412")
+        return super().put(key, body, condition=condition, **rest)
+
+
+class AcceptsEveryKnownETag(Wrapped):
+    def put(self, key, body, *, condition, **rest):
+        etags = [self.head(key, version.version_id).etag for version in self.list_versions(key) if version.size]
+        if condition and condition.if_match in etags and (current := self.head(key)):
+            condition = Condition(if_match=current.etag)
+        return super().put(key, body, condition=condition, **rest)
+
+
+class SwapsNothingIntoBeing(Wrapped):
+    def put(self, key, body, *, condition, **rest):
+        if condition and condition.if_match and not list(self.list_versions(key)):
+            condition = None
+        return super().put(key, body, condition=condition, **rest)
+
+
+class MarkerDisablesConditions(Wrapped):
+    def put(self, key, body, *, condition, **rest):
+        if any(version.is_marker and version.is_latest for version in self.list_versions(key)):
+            condition = None
+        return super().put(key, body, condition=condition, **rest)
+
+
+class RefusesCreateOverMarker(Wrapped):
+    def put(self, key, body, *, condition, **rest):
+        if condition and condition.if_none_match and list(self.list_versions(key)):
+            raise ConditionFailed("412")
+        return super().put(key, body, condition=condition, **rest)
+
+
+class MarkerHidesVersions(Wrapped):
+    def _hidden(self, key):
+        return self.head(key) is None
+
+    def get(self, key, version_id=None):
+        return None if self._hidden(key) else super().get(key, version_id)
+
+
+class Unversioned(Wrapped):
+    def versioning(self):
+        return False
+
+    def put(self, key, body, **rest):
+        super().put(key, body, **rest)
+        raise ProbeError("no version ids")
+
+
+class Suspended(Wrapped):
+    def versioning(self):
+        return False
+
+
+class ReadsCurrentOnly(Wrapped):
+    """Ignores the version id of a read."""
+
+    def get(self, key, version_id=None):
+        return super().get(key)
+
+
+class IgnoresRanges(Wrapped):
+    def get_range(self, key, version_id, offset, length):
+        raise CorruptError("200 without a range")
+
+
+class DropsMetadata(Wrapped):
+    def put(self, key, body, *, metadata={}, **rest):  # noqa: B006
+        return super().put(key, body, **rest)
+
+
+class DropsMetadataOfUploads(Wrapped):
+    def create_multipart(self, key, *, metadata={}):  # noqa: B006
+        return super().create_multipart(key)
+
+
+class ChecksNothing(Wrapped):
+    def put(self, key, body, *, sha256=None, **rest):
+        return super().put(key, body, **rest)
+
+    def complete_multipart(self, key, upload_id, parts, *, condition):
+        held = self.list_parts(key, upload_id)
+        return super().complete_multipart(key, upload_id, held, condition=condition)
+
+
+class NotAtomic(Wrapped):
+    """Checks the condition, waits for the other writers to have checked it too, and only then writes.
+
+    Alone it behaves well: what a store does that checks and writes in two steps.
+    """
+
+    def __init__(self, *args, kind: str, **kwargs):
+        super().__init__(*args, **kwargs)
+        self._kind = kind
+        self._meet = threading.Barrier(8)
+
+    def put(self, key, body, *, condition, **rest):
+        raced = ("race-" if self._kind == "create" else "swap-") in key
+        if raced and condition and condition.if_none_match == (self._kind == "create"):
+            current = self.head(key)
+            fits = condition.holds(current.etag if current else None)
+            self._meet.wait(30)
+            if not fits:
+                raise ConditionFailed("412")
+            condition = None
+        return super().put(key, body, condition=condition, **rest)
+
+
+@pytest.mark.parametrize(
+    ("store", "caught", "advised"),
+    [
+        (IgnoresCreateOnly("p"), {"P2", "P3", "P5", "P10", "P17"}, set()),
+        (IgnoresCreateOnlyOfUploads("p"), {"P10"}, set()),
+        (IgnoresIfMatch("p"), {"P4", "P6", "P7", "P14", "P18"}, set()),
+        (RefusesEveryIfMatch("p"), {"P5", "P18"}, set()),
+        (AcceptsEveryKnownETag("p"), {"P6", "P18"}, set()),
+        (SwapsNothingIntoBeing("p"), {"P7"}, set()),
+        (MarkerDisablesConditions("p"), {"P14"}, set()),
+        (RefusesCreateOverMarker("p"), set(), {"P16"}),
+        (MarkerHidesVersions("p"), {"P15"}, set()),
+        (Unversioned("p"), {"P0", "P1"}, set()),
+        (Suspended("p"), {"P0"}, set()),
+        (ReadsCurrentOnly("p"), {"P8", "P15"}, set()),
+        (IgnoresRanges("p"), set(), {"P8r"}),
+        (DropsMetadata("p"), {"P3"}, set()),
+        (DropsMetadataOfUploads("p"), {"P11"}, set()),
+        (ChecksNothing("p"), set(), {"P12", "P13"}),
+        (NotAtomic("p", kind="create"), {"P17"}, set()),
+        (NotAtomic("p", kind="swap"), {"P18"}, set()),
+    ],
+    ids=lambda value: type(value).__name__ + getattr(value, "_kind", "") if isinstance(value, MemoryStore) else "",
+)
+def test_each_fault_is_caught_by_its_check(store, caught, advised):
+    report = probe(store)
+    assert failed(report) == caught
+    assert {check.id for check in report.checks if check.outcome is Outcome.ADVISORY} == advised
+    assert report.ok == (not caught)
+    assert report.conclusive
+    assert report.tries == 1
+    assert is_empty(store)
+
+
+def test_capabilities():
+    assert not probe(IgnoresRanges()).ranges
+    assert not probe(ChecksNothing()).checksums
+
+
+@contextmanager
+def stripped(store, *headers):
+    """Remove headers from every request before it is signed: a store that ignores them, over the real wire."""
+
+    def strip(request, **_):
+        for name in headers:
+            del request.headers[name]
+
+    clients = (store._once, store._bulk, store._patient)
+    for client in clients:
+        client.meta.events.register("before-sign.s3", strip)
+    yield store
+    for client in clients:
+        client.meta.events.unregister("before-sign.s3", strip)
+
+
+@pytest.mark.server
+@pytest.mark.parametrize(
+    ("header", "caught"),
+    [
+        ("If-None-Match", {"P2", "P3", "P5", "P10", "P17"}),
+        ("If-Match", {"P4", "P6", "P7", "P14", "P18"}),
+    ],
+)
+@pytest.mark.parametrize("name", ["moto", "ministack"])
+def test_ignored_headers_over_the_wire(request, name, header, caught):
+    server = request.getfixturevalue(f"{name}_server")
+    with server.store(server.bucket(), "p") as store, stripped(store, header):
+        assert failed(probe(store)) == caught
+        assert is_empty(store)
+
+
+@pytest.mark.server
+@pytest.mark.parametrize("name", ["moto", "ministack"])
+def test_an_unversioned_bucket(request, name):
+    server = request.getfixturevalue(f"{name}_server")
+    with server.store(server.bucket(versioned=False), "p") as store:
+        report = probe(store)
+        assert failed(report) == {"P0", "P1"}
+        assert not report.ok
+        assert is_empty(store)
+
+
+@pytest.mark.parametrize("fault", [lost_request, lost_answer, expired], ids=lambda fault: fault.__name__)
+@pytest.mark.parametrize("nth", [1, 2, 12])
+def test_one_transport_error_is_asked_again(fault, nth):
+    store = FaultyStore(MemoryStore("p"), rules(Rule("put", fault, nth=nth)))
+    report = probe(store)
+    assert report.ok
+    assert report.tries == 2
+    prefixes = {call.key.split("/")[2] for call in store.calls if call.operation == "put"}
+    assert len(prefixes) == 2
+    assert is_empty(store.inner)
+
+
+@pytest.mark.parametrize("operation", ["versioning", "put", "get", "get_range", "complete_multipart", "probe_delete"])
+def test_a_store_that_does_not_answer_is_never_trusted(operation):
+    store = FaultyStore(MemoryStore("p"), rules(Rule(operation, lost_request, nth=0)))
+    report = probe(store)
+    assert not report.ok
+    assert not report.conclusive
+    assert report.tries == TRIES
+    assert not failed(report)
+    assert report.problems()
+    assert is_empty(store.inner)
+
+
+def test_what_the_credentials_may_not_do():
+    denied = refused(DeniedError("403"))
+    assert probe(FaultyStore(MemoryStore(), rules(Rule("versioning", denied, nth=0)))).ok
+    assert failed(probe(FaultyStore(MemoryStore(), rules(Rule("get", denied, nth=0))))) >= {"P3", "P8", "P15"}
+    report = probe(FaultyStore(MemoryStore(), rules(Rule("put", denied, nth=0))))
+    assert failed(report) == {"P1"}
+    assert report.conclusive
+
+
+def test_operations_the_store_does_not_know():
+    unknown = refused(Unsupported("501"))
+    report = probe(FaultyStore(MemoryStore(), rules(Rule("create_multipart", unknown, nth=0))))
+    assert failed(report) == {"P9", "P10", "P11"}
+
+
+def test_checksums_refused_for_another_reason_are_no_checksums():
+    store = FaultyStore(MemoryStore(), rules(Rule("put", refused(Unsupported("501")), key=ends("hash"))))
+    report = probe(store)
+    assert report.ok
+    assert not report.checksums
+
+
+def test_clean_up_that_fails_is_told():
+    report = probe(FaultyStore(MemoryStore(), rules(Rule("delete_version", refused(DeniedError("403")), nth=0))))
+    assert other(report) == {"PX": Outcome.ADVISORY}
+    assert report.ok
+
+
+def test_leftovers_of_dead_probes_are_swept():
+    now = [1000.0]
+    store = MemoryStore("p", now=lambda: now[0])
+    store.put("p/.probe/old/a", b"1", condition=None)
+    store.create_multipart("p/.probe/old/m")
+    store.put("p/runs/r/pointer.json", b"1", condition=None)
+    now[0] += 86401.0
+    store.put("p/.probe/running/a", b"1", condition=None)
+    assert probe(store).ok
+    assert store.list("p/").keys == ("p/.probe/running/a", "p/runs/r/pointer.json")
+    assert store.list_multiparts("p/") == []
+
+
+def test_reports_travel_as_json():
+    report = probe(MemoryStore("p"))
+    assert msgspec.json.decode(msgspec.json.encode(report), type=type(report)) == report
+    assert report.store == "memory://memory/p"
+
+
+def test_probing_a_directory_that_is_gone(tmp_path):
+    report = probe(DirectoryStore(str(tmp_path / "gone")))
+    assert not report.ok
+    assert not (tmp_path / "gone").exists()
+
+
+def test_bad_part_is_the_only_proof_of_checksums():
+    store = FaultyStore(MemoryStore(), rules(Rule("put", refused(BadPart("400")), key=ends("hash"))))
+    assert probe(store).checksums
