@@ -20,6 +20,8 @@ from cachefs.journal import Journal, Txn
 from cachefs.staging.pins import Pins
 
 _READ = 4 << 20
+PATIENCE = 60.0
+"""Seconds that a closed save may wait for its upload to begin before a later save of the same path replaces it."""
 _log = structlog.get_logger(__name__)
 
 
@@ -134,17 +136,20 @@ def _staged(txn: Txn, attempt: AttemptRecord, identities: dict[str, Identity]) -
 
 
 def _supersede(txn: Txn, newer: AttemptRecord) -> list[str]:
-    """Abandon older saves of the same generation that wait behind it and of which nothing was sent yet; return them.
+    """Abandon older saves of the same generation that have waited long and of which nothing was sent yet; return them.
 
-    One that is being sent goes on, so a path that is overwritten faster than it can be sent is still published.
+    So a path that is overwritten in a loop does not fill staging while the store is slow or away. One that is being
+    sent goes on: a path that is overwritten faster than it can be sent is still published.
     """
     superseded = []
+    now = clock.now()
     for older in list(txn.attempts.scan()):
         shards = txn.shards_of(older.attempt)
         if (
             older.path == newer.path
             and older.serial < newer.serial
             and older.closed_at is not None
+            and now - older.closed_at > PATIENCE
             and older.state in (State.OPEN, State.STAGED)
             and not any(shard.pin or shard.upload_id for shard in shards)
         ):
