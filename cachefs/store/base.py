@@ -150,6 +150,7 @@ class ObjectStore(Protocol):
     ) -> ObjectInfo:
         """Complete an upload from consecutive parts, sent exactly once. An error body inside a 200 is UnavailableError.
 
+        The `metadata` returned may be empty, since S3's answer does not carry it: `head` has it.
         Raises NoSuchUpload (completed or aborted: read back), BadPart (InvalidPart: list the parts and send the
         missing).
         """

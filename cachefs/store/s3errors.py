@@ -113,7 +113,9 @@ def from_answer(status: int, code: str, message: str, *, operation: str, if_matc
     if 300 <= status < 400:
         return StoreError(text, hint="the bucket is elsewhere: check the region and the endpoint")
     if not code or code.isdigit():
-        return UnavailableError(f"{text} (the body is not S3's XML)", reason="not-xml")
+        # a HEAD has no body that could say more: AWS answers 400 there for expired credentials too
+        reason, why = ("no-body", "no reason given") if bodyless else ("not-xml", "the body is not S3's XML")
+        return UnavailableError(f"{text} ({why})", reason=reason)
     return StoreError(text)
 
 

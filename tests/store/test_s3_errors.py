@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +11,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import boto3
 import botocore.exceptions as boto
 import pytest
+from botocore.awsrequest import AWSResponse, HeadersDict
 from botocore.parsers import ResponseParserError
+from urllib3 import HTTPResponse
 
 from cachefs.errors import (
     BadPart,
@@ -78,6 +81,7 @@ TABLE = [
     (400, "EntityTooSmall", "CompleteMultipartUpload", False, BadPart, ""),
     (400, "InvalidRequest", "CompleteMultipartUpload", False, BadPart, ""),
     (400, "InvalidRequest", "PutObject", False, StoreError, ""),
+    (400, "400", "HeadObject", False, UnavailableError, "no-body"),
     (400, "400", "PutObject", False, UnavailableError, "not-xml"),
     (404, "", "GetObject", False, UnavailableError, "not-xml"),
     (501, "NotImplemented", "PutObject", False, Unsupported, ""),
@@ -208,6 +212,26 @@ def test_conditional_puts_are_sent_once(wire, condition, answer):
     headers = script.requests[0][2]
     assert headers.get("If-None-Match") == ("*" if condition is CREATE_ONLY else None)
     assert headers.get("If-Match") == ('"e"' if condition is SWAP else None)
+
+
+@pytest.mark.parametrize("kind", [bytes, memoryview])
+def test_over_https_the_body_is_not_hashed_again(kind):
+    sent = []
+
+    def answer(request, **_):
+        sent.append(request)
+        return AWSResponse(request.url, 200, HeadersDict(WRITTEN), HTTPResponse(io.BytesIO(), preload_content=False))
+
+    session = boto3.session.Session("key", "secret", region_name="us-east-1")
+    with S3Store("bucket", "p", endpoint_url="https://store.invalid", session=session) as store:
+        store._once.meta.events.register("before-send.s3.PutObject", answer)
+        store.put("p/a", kind(b"body"), condition=CREATE_ONLY, sha256=b"\1" * 32)
+    [request] = sent
+    headers = {name.lower(): value for name, value in request.headers.items()}
+    assert headers["x-amz-content-sha256"] in ("UNSIGNED-PAYLOAD", b"UNSIGNED-PAYLOAD")
+    assert headers["x-amz-checksum-sha256"] in ("AQEB" * 10 + "AQE=", ("AQEB" * 10 + "AQE=").encode())
+    assert headers["content-length"] in ("4", b"4")
+    assert not {"transfer-encoding", "content-encoding", "x-amz-trailer"} & headers.keys()
 
 
 def test_reads_are_tried_again(wire):
@@ -377,3 +401,21 @@ def test_an_answer_lost_on_its_way(moto_server):
             store.put("a", b"mine", condition=CREATE_ONLY, metadata={"write-id": "w1"})
         assert store.head("a").metadata == {"write-id": "w1"}
         assert len(list(store.list_versions("a"))) == 1
+
+
+@pytest.mark.server
+@pytest.mark.parametrize("name", ["moto", "ministack"])
+def test_a_bucket_that_is_not_there(request, name):
+    server = request.getfixturevalue(f"{name}_server")
+    with server.store("no-such-bucket") as store:
+        for act in (
+            store.check,
+            lambda: store.put("a", b"", condition=CREATE_ONLY),
+            lambda: store.put("a", b"", condition=SWAP),
+            lambda: store.get("a"),
+            lambda: store.list(""),
+            lambda: list(store.list_versions("")),
+            lambda: store.create_multipart("a"),
+        ):
+            with pytest.raises(NotFoundError):
+                act()
