@@ -45,6 +45,7 @@ TORCHTITAN = Preset(
     pattern=r"step-(?P<step>\d+)",
     close=(_DCP_RENAME, Signal("closed-in", ("model.safetensors.index.json",))),
     expected=("dcp", "index"),
+    evidence=(*_DCP_FILES, "sharded/**", "model*.safetensors", "model.safetensors.index.json"),
 )
 _MEGATRON_TRACKER = "latest_checkpointed_iteration.txt"
 # megatron/training/checkpointing.py, save_checkpoint: shards, `.metadata`, metadata.json, barrier, tracker, tokenizer/.
@@ -242,11 +243,24 @@ LINGUA = Preset(
 )
 TIMM = Preset(name="timm", kind="file", pattern=r"checkpoint-(?P<step>\d+)\.pth\.tar")
 LIGHTNING = Preset(name="lightning", kind="file", pattern=r".*step=(?P<step>\d+).*\.ckpt")
-_STEP_WORD = r"(?:global_?step|step|iter(?:ation)?|ckpt|checkpoint|epoch|model|state|ep|ba)"
+# Only a number after one of these words is a step: `val=0.25`, `rank_3` and `-00001-of-00002` hold none.
+_STEP_WORD = r"(?:global_?step|step|iter(?:ation)?|ckpt|checkpoint|epoch|model|state)"
 SINGLE = Preset(
     name="single",
     kind="file",
-    pattern=rf"(?:(?:.*[-_.])?(?:{_STEP_WORD}[-_=]?)?(?<!rank[-_])(?<!-of-)(?P<step>\d+)|.*)\.(?:pt|ckpt|safetensors)",
+    pattern=rf"(?:(?:(?:.*[-_.])?{_STEP_WORD}[-_=]?)?(?P<step>\d+)|.*)\.(?:pt|ckpt|safetensors)",
+)
+# Hand-written loops that save several files into a directory per step. Nothing tells a finished save from one whose
+# trainer died, but the start of the next one; so this is for loops that are known to be synchronous, and not in AUTO.
+PLAIN = Preset(
+    name="plain",
+    pattern=rf"(?:.*[-_.])?{_STEP_WORD}[-_=]?(?P<step>\d+)",
+    close=(Signal("next-save"),),
+    strength="D",
+    expected=("dcp", "index", "names", "formats"),
+    evidence=("**/*.pt", "**/*.pth", "**/*.bin", "**/*.safetensors", "**/*.ckpt"),
+    generic=True,
+    quiet=10.0,
 )
 
 BUILTIN: dict[str, Preset] = {
@@ -254,15 +268,16 @@ BUILTIN: dict[str, Preset] = {
     for preset in (
         TORCHTITAN, MEGATRON, MEGATRON_LEGACY, MEGATRON_RELEASE, NEMO, DEEPSPEED, HF_TRAINER, HF_TRAINER_TMP,
         ACCELERATE, LIGHTNING_SHARDED, LIGHTNING_DEEPSPEED, ORBAX, ORBAX_COMMIT, COMPOSER, TORCHTUNE, OLMO, OLMO_CORE,
-        NANOTRON, VERL, LINGUA, DCP, DCP_LOCAL, NVRX_LOCAL, COMPOSER_FILE, TIMM, LIGHTNING, SINGLE,
+        NANOTRON, VERL, LINGUA, DCP, DCP_LOCAL, NVRX_LOCAL, COMPOSER_FILE, TIMM, LIGHTNING, SINGLE, PLAIN,
     )
 }  # fmt: skip
 """Every built-in preset by name."""
 
 AUTO: tuple[Preset, ...] = tuple(
-    preset for name, preset in BUILTIN.items() if name not in ("orbax-commit", "dcp-local")
+    preset for name, preset in BUILTIN.items() if name not in ("orbax-commit", "dcp-local", "plain")
 )
-"""The default set. `orbax` covers `orbax-commit`; `dcp-local` needs its rank count configured."""
+"""The default set. `orbax` covers `orbax-commit`; `dcp-local` needs its rank count configured and
+`plain` a loop that is known to be synchronous."""
 
 
 def select(names: Iterable[str], own: Iterable[Preset] = ()) -> tuple[Preset, ...]:

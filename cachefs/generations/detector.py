@@ -88,14 +88,13 @@ class Detector(Ledger):
         A closed generation, or a directory that no preset knows, is closed as a new save. Raises InvalidError when the
         path is empty, lies inside another generation or around one.
         """
-        root = self._known(path) or path
-        if root != path or not path or any(inside(other, path) and other != path for other in self._saves):
-            raise InvalidError("not a generation: it lies inside another one, or around one")
         if path not in self._saves:
             closed = self._closed.get(path)
             placement = closed.placement if closed else self._placer.any(path, is_file=view.source(path) is not None)
-            if placement.path != path:
+            if not path or placement.path != path or self._known(path) not in (None, path):
                 raise InvalidError("not a generation: it lies inside another one")
+            if closed is None and not self._make_room(placement):
+                raise InvalidError("not a generation: it holds others")
             self._open(placement, now).written.update(view.names(path))
         self._saves[path].by_hand = now
         self._saves[path].stale = False

@@ -112,8 +112,12 @@ class Save:
 
     def dropped(self, name: bytes, now: float) -> None:
         """A name, or all below it, is gone."""
-        self.written = {path for path in self.written if not inside(path, name)}
-        self.renamed = {path for path in self.renamed if not inside(path, name)}
+        if name in self.written:
+            self.written.discard(name)
+            self.renamed.discard(name)
+        else:
+            self.written = {path for path in self.written if not inside(path, name)}
+            self.renamed = {path for path in self.renamed if not inside(path, name)}
         self.changed = now
 
     def unmark(self, marker: bytes) -> None:

@@ -17,7 +17,7 @@ LEGACY = "last writer closed, then quiet"
 SINGLE_FILE = "file"
 """Under which name `Save.seen` holds the signal of a single file."""
 MANUAL = Preset(name="manual", pattern=".*", close=(Signal("quiet"),), strength="D")
-"""The preset of a generation that was closed by hand and that no preset knows."""
+"""The preset of a generation that was closed by hand while no other preset applied to it."""
 
 
 def judge(
@@ -85,7 +85,7 @@ def _signalled(save: Save) -> list[tuple[Preset, Seen]]:
     """Return the presets whose close signal came and that may act on it, in order."""
     placement = save.placement
     if save.by_hand is not None:
-        preset = next(iter([*signals.applicable(save), *placement.candidates]), MANUAL)
+        preset = next(iter(signals.applicable(save)), MANUAL)
         return [(preset, Seen("closed by hand", placement.path, save.by_hand))]
     if placement.kind == "file":
         seen = save.seen.get(SINGLE_FILE)
@@ -94,12 +94,12 @@ def _signalled(save: Save) -> list[tuple[Preset, Seen]]:
     if placement.temporary:
         save.waiting = "the directory to get its final name"
         return []
-    out: list[tuple[Preset, Seen]] = []
-    for preset in signals.applicable(save):
+    for preset in placement.candidates:
         if any(signal.on == "quiet" for signal in preset.close):
             save.seen.setdefault(preset.name, Seen("quiet", placement.path, save.changed))
-        if preset.name in save.seen:
-            out.append((preset, save.seen[preset.name]))
+    # Which presets apply takes a look at every name, so it is asked only after a signal.
+    applicable = signals.applicable(save) if save.seen else []
+    out = [(preset, save.seen[preset.name]) for preset in applicable if preset.name in save.seen]
     if not out:
         save.waiting = "the close signal"
     return out

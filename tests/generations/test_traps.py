@@ -333,7 +333,7 @@ def test_close_by_hand():
     world = World()
     world.put("run/step-5/weights.bin")
     world._check(world.detector.close_now(b"run/step-5", world.now, world))
-    assert world.closes == [(STEP, "torchtitan", 5)]
+    assert world.closes == [(STEP, "manual", 5)]
     assert world.of(CloseSave)[0].signal == "closed by hand"
 
 
