@@ -28,7 +28,14 @@ from hashlib import sha256 as hash_of
 from itertools import islice
 
 from cachefs import clock
-from cachefs.errors import ConditionConflict, ConditionFailed, CorruptError, InvalidError, NotFoundError
+from cachefs.errors import (
+    ConditionConflict,
+    ConditionFailed,
+    CorruptError,
+    InvalidError,
+    NotFoundError,
+    UnavailableError,
+)
 from cachefs.store.base import STREAM_CHUNK, Buffer, Condition, Listing, ObjectInfo, PartInfo, UploadInfo, VersionInfo
 from cachefs.store.digests import composite, verify
 from cachefs.store.filekeys import extend, is_versions, key_bytes, versions_path
@@ -231,6 +238,8 @@ class DirectoryStore:
             body, draft = os.path.join(work, "body"), os.path.join(work, "record")
             if write_body is not None:
                 write_body(body)
+                if (held := os.stat(body).st_size) != size:
+                    raise UnavailableError(f"{key}: {held} bytes were written, not {size}", reason="io")
             for _ in range(_TRIES):
                 with self._lock(key):
                     number, before = current(self._directory(key))

@@ -68,10 +68,10 @@ def concatenate(path: str, parts: Sequence[str]) -> None:
 
 
 def _append(out: int, source: int) -> None:
+    """Copy to the end. Some file systems end copy_file_range early, so that sendfile always gets the last word."""
     try:
         while os.copy_file_range(source, out, _COPY):
             pass
-        return
     except OSError as error:
         if error.errno not in _NO_KERNEL_COPY:
             raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import multiprocessing
 import os
@@ -142,11 +143,17 @@ def test_foreign_upload_ids(store, upload_id, tmp_path):
     assert store.get("a")
 
 
-def test_copying_parts_without_the_kernels_help(store, monkeypatch):
-    def refuse(*_):
-        raise OSError(18, "cross-device")
+def refuse(*_):
+    raise OSError(errno.EXDEV, "cross-device")
 
-    monkeypatch.setattr(os, "copy_file_range", refuse)
+
+def end_early(*_):
+    return 0
+
+
+@pytest.mark.parametrize("kernel", [refuse, end_early])
+def test_copying_parts_without_the_kernels_help(store, monkeypatch, kernel):
+    monkeypatch.setattr(os, "copy_file_range", kernel)
     upload_id = store.create_multipart("m")
     bodies = [bytes([n]) * 100_000 for n in range(3)]
     parts = [
@@ -155,6 +162,17 @@ def test_copying_parts_without_the_kernels_help(store, monkeypatch):
     ]
     info = store.complete_multipart("m", upload_id, parts, condition=CREATE_ONLY)
     assert b"".join(store.get_stream("m", info.version_id)) == b"".join(bodies)
+
+
+def test_a_short_copy_is_not_committed(store, tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "copy_file_range", end_early)
+    monkeypatch.setattr(os, "sendfile", end_early)
+    upload_id = store.create_multipart("m")
+    parts = [PartInfo(1, store.upload_part("m", upload_id, 1, b"body", sha256=sha(b"body")), 4, sha(b"body"))]
+    with pytest.raises(UnavailableError):
+        store.complete_multipart("m", upload_id, parts, condition=CREATE_ONLY)
+    assert store.head("m") is None
+    assert store.list_parts("m", upload_id) == parts
 
 
 @pytest.mark.parametrize(
