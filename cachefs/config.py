@@ -43,8 +43,8 @@ def _size(text: str, *, ge: int = 0, le: int = 2**63 - 1) -> Meta:
     return Meta(description=text, ge=ge, le=le, extra={"unit": "bytes"})
 
 
-def _seconds(text: str, *, least: float = 0) -> Meta:
-    return Meta(description=text, ge=least, extra={"unit": "seconds"})
+def _seconds(text: str, *, least: float = 0, **extra: object) -> Meta:
+    return Meta(description=text, ge=least, extra={"unit": "seconds", **extra})
 
 
 def _text(text: str, **extra: object) -> Meta:
@@ -72,7 +72,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     member: Annotated[str, _text("name of this node in its runs", shown="the host's name")] = msgspec.field(
         default_factory=socket.gethostname
     )
-    publish: Annotated[bool, _text("seal, test and publish; `false` only flushes")] = True
+    publish: Annotated[bool, _text("flush, seal, test and publish; `false` keeps everything local")] = True
     presets: Annotated[tuple[str, ...], Meta(description="names of the generation presets in use", min_length=1)] = (
         "auto",
     )
@@ -92,14 +92,19 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     ] = "bytes"
     drain_timeout: Annotated[float, _seconds("longest wait for the backlog when stopping")] = 60.0
     close_deadline: Annotated[float, _seconds("longest wait of a closed generation for files still open")] = 600.0
-    settle: Annotated[float, _seconds("quiet time after a close signal that other files may follow")] = 2.0
-    quiet: Annotated[float, _seconds("quiet time that closes a generation which has no close signal", least=0.1)] = 30.0
+    settle: (
+        Annotated[float, _seconds("quiet time after a close signal that other files may follow", shown="the preset's")]
+        | None
+    ) = None
+    quiet: (
+        Annotated[
+            float, _seconds("quiet time that closes a save whose signal proves little", least=0.1, shown="the preset's")
+        ]
+        | None
+    ) = None
     loose: Annotated[bool, _text("mirror files outside every generation (logs, trackers)")] = True
     loose_interval: Annotated[float, _seconds("time between two mirrors of a changing loose file", least=0.1)] = 30.0
     early_upload_delay: Annotated[float, _seconds("quiet time before a closed file of an open save is uploaded")] = 2.0
-    high_watermark: Annotated[
-        float, Meta(description="share of the staging disk above which published shards are evicted", gt=0, le=1)
-    ] = 0.9
     reserve: Annotated[int, _size("free bytes of the staging disk that new files must leave")] = GIB
     full_timeout: Annotated[float, _seconds("longest wait of a create below the reserve, then ENOSPC")] = 60.0
     pointer_poll: Annotated[float, _seconds("time between two looks at pointers and other members", least=0.1)] = 15.0
@@ -140,6 +145,11 @@ class Key(msgspec.Struct, frozen=True):
         return _bare(self.type) is bool
 
 
+def _given(kind: Any) -> Any:
+    """Return what a value may be when it is given: the annotated half of `Annotated[...] | None`."""
+    return next((half for half in get_args(kind) if get_origin(half) is Annotated), kind)
+
+
 def _bare(kind: Any) -> Any:
     return kind.__origin__ if get_origin(kind) is Annotated else kind
 
@@ -160,7 +170,7 @@ def _keys() -> dict[str, Key]:
     hints = get_type_hints(Config, include_extras=True)
     keys = {}
     for field in msgspec.structs.fields(Config):
-        kind = hints[field.name]
+        kind = _given(hints[field.name])
         meta: Meta = kind.__metadata__[0]
         extra = meta.extra or {}
         unit, file_only = extra.get("unit", ""), extra.get("file_only", False)

@@ -12,6 +12,7 @@ import signal
 from collections.abc import Callable
 from contextlib import ExitStack
 
+import msgspec
 import structlog
 import trio
 
@@ -28,7 +29,7 @@ from cachefs.generations.catalog import select
 from cachefs.generations.completeness import Source, check_generation
 from cachefs.generations.detector import Detector
 from cachefs.generations.placement import Placer
-from cachefs.generations.presets import from_config
+from cachefs.generations.presets import Preset, from_config
 from cachefs.generations.stager import Stager
 from cachefs.generations.tracker import Hints, Tracker
 from cachefs.journal import Journal
@@ -70,6 +71,14 @@ def run(config: Config, *, ready: Callable[[], None] | None = None) -> int:
     return 0
 
 
+def _presets(config: Config) -> tuple[Preset, ...]:
+    """Return the presets in use, with the configured times in place of their own. Raises InvalidError."""
+    times = {"settle": config.settle, "quiet": config.quiet}
+    changes = {name: value for name, value in times.items() if value is not None}
+    chosen = select(config.presets, from_config(config.preset))
+    return tuple(msgspec.structs.replace(preset, **changes) for preset in chosen)
+
+
 def _completeness(manifest: Manifest, open_source: Callable[[Shard], Source]) -> list[str]:
     """Check the formats of a generation's files; return the names of the checks. Raises CorruptError."""
     files = {path: open_source(shard) for shard in manifest.shards for path in shard.paths}
@@ -88,7 +97,7 @@ class Daemon:
     def __init__(self, config: Config, stack: ExitStack) -> None:
         """Build all parts; `stack` closes them in reverse order. Nothing runs yet."""
         self._config = config
-        self._presets = select(config.presets, from_config(config.preset))
+        self._presets = _presets(config)
         session.prepare(config.mountpoint)
         self._staging = Staging(config.staging)
         stack.callback(self._staging.close)

@@ -84,11 +84,6 @@ class Metrics:
         self.loose_pending_files = self._gauge("loose_pending_files", "Loose files that wait to be mirrored")
         self.staging_free_bytes = self._gauge("staging_free_bytes", "Free bytes of the staging file system")
         self.staging_used_bytes = self._gauge("staging_used_bytes", "Used bytes of the staging file system")
-        self.hydrated_bytes = self._counter("hydrated_bytes_total", "Bytes fetched from the store into staging")
-        self.evicted_bytes = self._counter("evicted_bytes_total", "Bytes of published shards dropped from staging")
-        self.opens = self._counter(
-            "opens_total", "Opens of files, by result: hit (bytes were local), miss (hydrated), error", "result"
-        )
         self.fsyncs = self._counter("fsyncs_total", "Calls of fsync answered to training code")
         self.loop_lag_seconds = self._gauge("loop_lag_seconds", "How late the event loop woke up at the last look")
 
@@ -96,8 +91,6 @@ class Metrics:
         info.labels(version=__version__).set(1)
         for state in State:
             self.generations.labels(state=state.value).set(0)
-        for result in ("hit", "miss", "error"):
-            self.opens.labels(result=result)
         ProcessCollector(registry=self.registry)
 
     def set_data_path(self, mode: str) -> None:

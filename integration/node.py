@@ -46,7 +46,18 @@ class Node:
         root.mkdir(parents=True, exist_ok=True)
 
     def command(self, *extra: str) -> list[str]:
-        defaults = ("--metrics", "off", "--settle", "0.2", "--drain-timeout", "20", "--pointer-poll", "0.5")
+        defaults = (
+            "--metrics",
+            "off",
+            "--settle",
+            "0.5",
+            "--quiet",
+            "1",
+            "--drain-timeout",
+            "20",
+            "--pointer-poll",
+            "0.5",
+        )
         place = (str(self.mnt), "--store", self.store, "--staging", str(self.staging))
         return [*CACHEFS, "mount", *place, *defaults, *self.options, *extra]
 

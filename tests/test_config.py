@@ -56,7 +56,7 @@ def test_every_key_is_reachable_by_its_variable():
         "run": "a/b", "member": "n", "publish": "false", "presets": "dcp, hf", "metrics": "off", "allow_other": "false",
         "upload_concurrency": "3", "part_size": "8MiB", "test_level": "checksum", "drain_timeout": "2m",
         "close_deadline": "1h", "settle": "0", "quiet": "250ms", "loose": "false", "loose_interval": "5",
-        "early_upload_delay": "1.5", "high_watermark": "0.5", "reserve": "2GB", "full_timeout": "1m",
+        "early_upload_delay": "1.5", "reserve": "2GB", "full_timeout": "1m",
         "pointer_poll": "3s", "log_level": "debug", "log_format": "json",
     }  # fmt: skip
     made = load(None, {KEYS[name].env: value for name, value in raw.items()}, {})
@@ -65,7 +65,7 @@ def test_every_key_is_reachable_by_its_variable():
         "region": "r", "run": "a/b", "member": "n", "publish": False, "presets": ("dcp", "hf"), "preset": (),
         "metrics": "off", "allow_other": False, "upload_concurrency": 3, "part_size": 8 * MIB, "test_level": "checksum",
         "drain_timeout": 120.0, "close_deadline": 3600.0, "settle": 0.0, "quiet": 0.25, "loose": False,
-        "loose_interval": 5.0, "early_upload_delay": 1.5, "high_watermark": 0.5, "reserve": 2 * 10**9,
+        "loose_interval": 5.0, "early_upload_delay": 1.5, "reserve": 2 * 10**9,
         "full_timeout": 60.0, "pointer_poll": 3.0, "log_level": "debug", "log_format": "json",
     }  # fmt: skip
     assert set(raw) == set(KEYS) - {"preset"}
@@ -112,8 +112,6 @@ BAD_FLAGS = [
     ("settle", float("nan"), "settle = nan (from --settle): expected `float` >= 0.0"),
     ("settle", float("inf"), "settle = inf (from --settle): must be a finite number"),
     ("quiet", 0, "quiet = 0 (from --quiet): expected `float` >= 0.1"),
-    ("high_watermark", "1.5", "high_watermark = '1.5' (from --high-watermark): expected `float` <= 1.0"),
-    ("high_watermark", "nan", "high_watermark = 'nan' (from --high-watermark): expected"),
     ("upload_concurrency", 0, "upload_concurrency = 0 (from --upload-concurrency): expected `int` >= 1"),
     ("publish", "maybe", "publish = 'maybe' (from --publish): expected `bool`"),
     ("test_level", "none", "test_level = 'none' (from --test-level): must be one of checksum, bytes"),
