@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
-from collections import Counter
+import threading
 
 import pytest
 import trio
 
-from cachefs.errors import BadPart, ConditionConflict, DeniedError, UnavailableError
+from cachefs.errors import BadPart, ConditionConflict, DeniedError, StagingError, UnavailableError
 from cachefs.formats.records import State
 from tests.flush.world import MEMBER, PART, World, content
 from tests.store.faults import (
@@ -27,27 +28,23 @@ from tests.store.faults import (
 FILES = {"small": content(7), "empty": b"", "large": content(4 * PART + 3), "whole": content(PART)}
 
 
-def effects_of_a_flush(world: World) -> int:
-    world.save("a", FILES)
-    return 3 + 1 + 5 + 1
+EFFECTS = 3 + (1 + 5 + 1)
+"""Effects of flushing FILES: three puts; create, five parts, complete."""
 
 
-@pytest.mark.parametrize("effect", range(1, 11))
+@pytest.mark.parametrize("effect", range(1, EFFECTS + 1))
 async def test_a_kill_after_every_effect(autojump_clock, world: World, effect: int):
-    assert effects_of_a_flush(world) == 10
+    world.save("a", FILES)
     world.store.crash_after = effect
     assert await world.crashes()
-    before = Counter(world.store.operations())
     with world.journal.read() as txn:
         known = len(txn.parts_of(world.shard("a", "large")))
-    uploading = world.memory.list_multiparts("")
+        begun = world.shard("a", "large").upload_id
     world.restart()
     await world.drained()
     world.check("a")
-    if len(uploading) == 1 and world.shard("a", "large").upload_id == "" and known:
-        assert world.count("upload_part") == 5 - known
-        assert world.count("create_multipart") == 0
-    assert before["complete_multipart"] + world.count("complete_multipart") >= 1
+    assert world.count("upload_part") <= 5 - known
+    assert world.count("create_multipart") <= (0 if begun else 1)
 
 
 async def test_a_kill_late_in_a_large_upload_sends_only_the_rest(autojump_clock, world: World):
@@ -82,8 +79,6 @@ async def test_a_part_that_changed_in_the_store_goes_again(autojump_clock, world
         await world.drained()
     upload = world.memory.list_multiparts("")[0]
     body = content(PART, 1)
-    import hashlib
-
     world.memory.upload_part(upload.key, upload.upload_id, 2, body, sha256=hashlib.sha256(body).digest())
     world.restart()
     await world.drained()
@@ -133,7 +128,6 @@ async def test_requests_that_fail_once(autojump_clock, world: World, operation: 
         async with world.running():
             await world.until(lambda: world.flusher.statistics().orphans_aborted == 1)
     world.check("a")
-    assert world.count(operation) + len(world.memory.list_multiparts("")) >= 0
 
 
 async def test_failures_are_counted_by_reason_and_shown_until_it_works(autojump_clock, world: World):
@@ -272,8 +266,6 @@ async def test_a_long_storm_on_one_run_stops_no_other_and_costs_no_memory(autoju
 
 async def test_one_run_that_hangs_leaves_slots_to_the_others(world: World):
     """Requests of one run hang in their threads: the other run goes on, and only the shared slots are held."""
-    import threading
-
     world.use_threads()
     go = threading.Event()
 
@@ -371,8 +363,6 @@ async def test_a_store_that_cannot_list_uploads_says_so(autojump_clock, world: W
 
 
 async def test_a_full_journal_stops_nothing_for_good(autojump_clock, world: World, monkeypatch: pytest.MonkeyPatch):
-    from cachefs.errors import StagingError
-
     world.save("a", {"f": content(5), "g": content(3 * PART)})
     real, full = world.journal.write, [True]
 
