@@ -8,6 +8,7 @@ stop:   unmount ─► drain within its bound ─► cancel the tasks ─► clo
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -150,6 +151,7 @@ class Daemon:
 
     def _build(self) -> None:
         config, staging = self._config, self._staging
+        placer = Placer(self._presets, config.run)
         self._flusher = Flusher(
             self._journal,
             self._store,
@@ -170,9 +172,9 @@ class Daemon:
             config.run,
             interval=config.loose_interval,
             part_size=config.part_size,
+            is_loose=lambda path: placer.place(path) is None,
         )
         self._publisher: Publisher | None = None
-        placer = Placer(self._presets, config.run)
         self._tracker = Tracker(
             self._journal,
             self._pins,
@@ -252,6 +254,9 @@ class Daemon:
             await nursery.start(self._flusher.run)
             await nursery.start(self._publisher.run)
             if config.loose:
+                # What changed while nobody looked is found by its identity.
+                for name in os.listdir(self._staging.tree_fd):
+                    self._loose.note(os.fsencode(name))
                 await nursery.start(self._loose.run)
 
     # ---- the service around it
