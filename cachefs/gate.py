@@ -19,8 +19,9 @@ from cachefs.store.hop import Threads
 from cachefs.store.probe import ProbeReport, probe
 
 T = TypeVar("T")
-RETRY = 30.0
-"""Seconds between two probes of a store that gives no answer."""
+RETRY = 1.0
+RETRY_MOST = 30.0
+"""Seconds until a store that gives no answer is probed again: at first, and at most."""
 _log = structlog.get_logger(__name__)
 
 
@@ -66,8 +67,10 @@ class Gate:
 
     async def wait_open(self, hop: Callable[..., Any]) -> ProbeReport:
         """Return the probe's report once it has passed; probes again and again until then."""
+        pause = RETRY
         while self.report is None:
-            await trio.sleep(clock.jitter(RETRY))
+            await trio.sleep(clock.jitter(pause))
+            pause = min(pause * 2, RETRY_MOST)
             try:
                 await hop(self.try_now)
             except CachefsError as error:

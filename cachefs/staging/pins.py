@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Container
+from collections.abc import Callable, Container
 from pathlib import Path
 
 from cachefs.staging.copying import clone
@@ -35,14 +35,9 @@ class Pins:
                 self._note((attempt, shard), os.lstat(self._root / attempt / shard).st_ino)
 
     def _note(self, pin: PinName, ino: int) -> None:
-        with self._lock:
-            self._unlist(pin)
-            self._inos[pin] = ino
-            self._holders.setdefault(ino, set()).add(pin)
-
-    def _forget(self, pin: PinName) -> None:
-        with self._lock:
-            self._unlist(pin)
+        self._unlist(pin)
+        self._inos[pin] = ino
+        self._holders.setdefault(ino, set()).add(pin)
 
     def _unlist(self, pin: PinName) -> None:
         ino = self._inos.pop(pin, None)
@@ -56,6 +51,12 @@ class Pins:
         with self._lock:
             return frozenset(self._holders.get(ino, ()))
 
+    def counted(self, look: Callable[[], os.stat_result]) -> tuple[os.stat_result, int]:
+        """Return what `look` finds, and how many of its links are pins at that instant: the others are the user's."""
+        with self._lock:
+            stat = look()
+            return stat, len(self._holders.get(stat.st_ino, ()))
+
     def path(self, attempt: str, shard: str) -> Path:
         """Return where a pin is."""
         return self._root / attempt / shard
@@ -64,9 +65,10 @@ class Pins:
         """Pin the file `name` of a directory and return its stat, taken through the pin."""
         target = self.path(attempt, shard)
         target.parent.mkdir(mode=0o700, exist_ok=True)
-        os.link(name, target, src_dir_fd=dir_fd, follow_symlinks=False)
-        stat = os.lstat(target)
-        self._note((attempt, shard), stat.st_ino)
+        with self._lock:  # a link and its note are one step for `counted`
+            os.link(name, target, src_dir_fd=dir_fd, follow_symlinks=False)
+            stat = os.lstat(target)
+            self._note((attempt, shard), stat.st_ino)
         return stat
 
     def open(self, attempt: str, shard: str) -> int:
@@ -88,27 +90,44 @@ class Pins:
         Raises OSError when the copy does not fit; the pins then stay on the inode.
         """
         for attempt, shard in self.holders(ino):
-            source = self.open(attempt, shard)
+            try:
+                source = self.open(attempt, shard)
+            except FileNotFoundError:
+                continue  # dropped meanwhile
             copy = self._scratch / f"{attempt}-{shard}"
             try:
                 clone(source, copy)
+                with self._lock:
+                    if self._inos.get((attempt, shard)) == ino:
+                        copy_ino = os.lstat(copy).st_ino
+                        copy.rename(self.path(attempt, shard))
+                        self._note((attempt, shard), copy_ino)
+                    else:
+                        copy.unlink()  # dropped while it was copied
             finally:
                 os.close(source)
-            copy_ino = os.lstat(copy).st_ino
-            copy.rename(self.path(attempt, shard))
-            self._note((attempt, shard), copy_ino)
 
     def drop(self, attempt: str, shard: str) -> None:
         """Drop one pin; already gone is fine."""
-        self.path(attempt, shard).unlink(missing_ok=True)
-        self._forget((attempt, shard))
+        path = self.path(attempt, shard)
+        try:
+            held = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except FileNotFoundError:
+            held = -1
+        with self._lock:
+            path.unlink(missing_ok=True)
+            self._unlist((attempt, shard))
+        if held >= 0:
+            os.close(held)  # frees the blocks, which may take a while, when nobody waits for the lock
 
     def drop_attempt(self, attempt: str) -> None:
         """Drop all pins of an attempt; already gone is fine."""
         for shard in self.shards(attempt):
             self.drop(attempt, shard)
-        if (self._root / attempt).exists():
+        try:
             (self._root / attempt).rmdir()
+        except FileNotFoundError:
+            pass
 
     def shards(self, attempt: str) -> set[str]:
         """Return the shard ids that have a pin."""
