@@ -80,6 +80,10 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         tuple[dict[str, Any], ...], _text("your own presets, one `[[preset]]` table each", file_only=True)
     ] = ()
     metrics: Annotated[str, _text("`HOST:PORT` of the Prometheus endpoint, or `off`")] = "127.0.0.1:9464"
+    data_path: Annotated[
+        Literal["auto", "kernel", "python"],
+        _text("who moves the bytes: the `kernel` (passthrough), `python`, or `auto`: the best there is"),
+    ] = "auto"
     allow_other: Annotated[bool, _text("let other users reach the mount", shown="`true` for root")] = msgspec.field(
         default_factory=lambda: os.geteuid() == 0
     )

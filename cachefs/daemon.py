@@ -35,6 +35,7 @@ from cachefs.generations.stager import Stager
 from cachefs.generations.tracker import Hints, Tracker
 from cachefs.journal import Journal
 from cachefs.mount import session
+from cachefs.mount.kernel import Passthrough
 from cachefs.mount.tree import Tree
 from cachefs.observer import DaemonObserver
 from cachefs.publish.ownership import Ownership
@@ -100,6 +101,7 @@ class Daemon:
         self._config = config
         self._presets = _presets(config)
         session.prepare(config.mountpoint)
+        self._passthrough = Passthrough(config.data_path, overlay=session.is_overlay(config.staging))
         self._staging = Staging(config.staging)
         stack.callback(self._staging.close)
         self._journal = Journal(self._staging.journal)
@@ -196,6 +198,7 @@ class Daemon:
         live = Live(
             publishing_blocked=lambda: self._gate.blocked,
             store_health=lambda: self._hop.health,
+            data_path=lambda: self._passthrough.shown,
             staging_free=staging.free_bytes,
             loose_pending=self._loose.pending,
             open_saves=self._tracker.open_saves,
@@ -203,7 +206,7 @@ class Daemon:
         )
         self._reporter = Reporter(self._journal, config, self._store.url, staging.socket, staging.tree, live)
         observer = DaemonObserver(self._tracker, self._reporter, self._journal, room, self._metrics)
-        tree = Tree(staging, self._pins, observer)
+        tree = Tree(staging, self._pins, observer, self._passthrough)
         self._session = session.Session(tree, config.mountpoint, allow_other=config.allow_other)
         self._gauges = Gauges(self._metrics, self._journal, self._reporter, self._flusher, staging)
 
@@ -263,13 +266,16 @@ class Daemon:
 
     async def _announce(self, ready: Callable[[], None]) -> None:
         config = self._config
-        self._metrics.set_data_path("python")
+        await self._passthrough.wait_settled()
+        mode = self._passthrough.mode
+        self._metrics.set_data_path(mode.value)
         _log.info(
             "mounted",
             mountpoint=str(config.mountpoint),
             store=self._store.url,
             staging=str(config.staging),
             publishing=self._gate.blocked or "yes",
+            data_path=self._passthrough.shown,
         )
         notify.ready(self._summary())
         ready()

@@ -27,7 +27,7 @@ from cachefs import __version__
 from cachefs.errors import InvalidError
 from cachefs.formats.records import State
 
-DATA_PATHS: Final = ("passthrough", "python")
+DATA_PATHS: Final = ("kernel", "python")
 """How reads and writes are served: by the kernel, or through the daemon."""
 
 # One more series for each counter, which nobody asked for. The switch is the library's, for the whole process.

@@ -20,14 +20,13 @@ from cachefs.journal import Journal
 from cachefs.publish.rules import effective_state
 from cachefs.status import GenerationStatus, Status, generation_status, snapshot
 
-DATA_PATH = "python"
-
 
 class Live(msgspec.Struct, frozen=True):
     """What the journal does not know. Each is asked when a status is."""
 
     publishing_blocked: Callable[[], str]
     store_health: Callable[[], str]
+    data_path: Callable[[], str]
     staging_free: Callable[[], int]
     loose_pending: Callable[[], int]
     open_saves: Callable[[], dict[str, str]]
@@ -58,7 +57,7 @@ class Reporter:
             store=self._store_url,
             staging=str(self._config.staging),
             member=self._config.member,
-            data_path=DATA_PATH,
+            data_path=self._live.data_path(),
             publishing_blocked=self._live.publishing_blocked(),
             store_health=self._live.store_health(),
             backlog_bytes=seen.backlog_bytes,

@@ -38,8 +38,7 @@ class Attributes:
         if update.size is not None:
             await self._content.truncate(node, update.size)
         reference = self._tree.reference(node)
-        # A file without a name is reached through its descriptor's link in /proc, which must be followed.
-        follow = not node.names and node is not self._tree.table.root
+        follow = self._nameless(node)
         if update.uid is not None or update.gid is not None:
             os.chown(
                 reference,
@@ -63,33 +62,38 @@ class Attributes:
     def getxattr(self, node: Node, name: str) -> bytes:
         """Return an extended attribute; `user.cachefs.*` is answered by the daemon."""
         if name.startswith(PRIVATE):
-            answer = self._tree.observer.answer(self._tree.table.path_of(node), name.removeprefix(PRIVATE))
+            answer = None
+            if not self._nameless(node):
+                answer = self._tree.observer.answer(self._tree.table.path_of(node), name.removeprefix(PRIVATE))
             if answer is None:
                 raise OSError(errno.ENODATA, "no such attribute")
             return answer
         if not name.startswith("user."):
             raise OSError(errno.EOPNOTSUPP, "only user attributes are kept")
-        return os.getxattr(self._tree.reference(node), name, follow_symlinks=self._follow(node))
+        return os.getxattr(self._tree.reference(node), name, follow_symlinks=self._nameless(node))
 
     def listxattr(self, node: Node) -> list[str]:
         """Return the names of the user's own extended attributes."""
-        names = os.listxattr(self._tree.reference(node), follow_symlinks=self._follow(node))
+        names = os.listxattr(self._tree.reference(node), follow_symlinks=self._nameless(node))
         return [name for name in names if name.startswith("user.")]
 
     async def setxattr(self, node: Node, name: str, value: bytes) -> None:
         """Set an extended attribute; `user.cachefs.close` closes the generation by hand."""
         if name.startswith(PRIVATE):
+            if self._nameless(node):
+                raise OSError(errno.EINVAL, "the file has no name any more")
             await self._tree.observer.request(self._tree.table.path_of(node), name.removeprefix(PRIVATE))
             return
         if not name.startswith("user."):
             raise OSError(errno.EOPNOTSUPP, "only user attributes are kept")
-        os.setxattr(self._tree.reference(node), name, value, follow_symlinks=self._follow(node))
+        os.setxattr(self._tree.reference(node), name, value, follow_symlinks=self._nameless(node))
 
     def removexattr(self, node: Node, name: str) -> None:
         """Remove an extended attribute."""
         if not name.startswith("user.") or name.startswith(PRIVATE):
             raise OSError(errno.EOPNOTSUPP, "only user attributes are kept")
-        os.removexattr(self._tree.reference(node), name, follow_symlinks=self._follow(node))
+        os.removexattr(self._tree.reference(node), name, follow_symlinks=self._nameless(node))
 
-    def _follow(self, node: Node) -> bool:
+    def _nameless(self, node: Node) -> bool:
+        """Return whether a node is an open file without a name: its reference is a link in /proc, to be followed."""
         return not node.names and node is not self._tree.table.root

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import errno
 import os
+import stat as stat_module
 
 import trio
 
 from cachefs.mount.handles import staging_flags
 from cachefs.mount.inodes import Node
+from cachefs.mount.kernel import drops_privileges
 from cachefs.mount.namespace import Entry, Namespace
 from cachefs.mount.tree import Caller, Tree
 from cachefs.staging.changes import Change, Kind
@@ -27,9 +29,8 @@ class Content:
     async def create(self, parent: int, name: bytes, mode: int, flags: int, caller: Caller) -> tuple[int, Entry]:
         """Create and open a file; open it when somebody else was faster and O_EXCL is not asked for."""
         above = self._table.node(parent)
-        path = self._table.path_at(above, name)
-        await self._tree.before(Kind.CREATED, path)
         await self._tree.observer.wait_for_room()
+        path = await self._tree.settle(Kind.CREATED, above, name)
         dir_fd = self._table.descriptor(above)
         try:
             fd = os.open(name, staging_flags(flags) | os.O_CREAT | os.O_EXCL, mode, dir_fd=dir_fd)
@@ -43,9 +44,7 @@ class Content:
                 self._table.forget(entry[0].id, 1)
                 raise
         try:
-            self._tree.give_to(caller, above, fd)
-            if mode & 0o6000:
-                os.fchmod(fd, mode & 0o7777)  # a change of owner clears these bits
+            self._tree.give_to(caller, above, fd, mode)
             entry = self._namespace.entry(parent, name)
         except BaseException:
             os.close(fd)
@@ -53,23 +52,31 @@ class Content:
         node = entry[0]
         node.fresh = True
         self._tree.handles.add(fd, node, flags)
-        await self._tree.after(Change(Kind.CREATED, path, writers=node.writers))
+        await self._report(Kind.CREATED, path, node)
         return fd, entry
 
     async def open(self, ident: int, flags: int) -> int:
         """Open a file; return the handle. Opening for writing frees the bytes from their pins first."""
         node = self._table.node(ident)
         emptied = bool(flags & os.O_TRUNC)
+        unprivileged = emptied and drops_privileges()
         writing = emptied or bool(flags & _WRITING)
         kind = Kind.TRUNCATED if emptied else Kind.OPENED
         if writing:
-            await self._tree.before(kind, self._table.path_of(node))
-            await self._tree.make_writable(node, emptied=emptied)
+            await self._tree.ready_to_write(kind, node, emptied=emptied)
         fd = self._open_staged(node, staging_flags(flags) | (os.O_TRUNC if emptied else 0))
+        if unprivileged:
+            drop_privileges(fd)
         self._tree.handles.add(fd, node, flags)
         if writing and node.names:
-            await self._tree.after(Change(kind, self._table.path_of(node), writers=node.writers))
+            await self._report(kind, self._table.path_of(node), node)
         return fd
+
+    async def _report(self, kind: Kind, path: bytes, node: Node) -> None:
+        """Report a change of a file's bytes, and that it is finished when no writable handle will say so."""
+        await self._tree.after(Change(kind, path, writers=node.writers))
+        if node.writers == 0 and node.names:
+            await self._tree.after(Change(Kind.CLOSED, self._table.path_of(node)))
 
     def _open_staged(self, node: Node, flags: int) -> int:
         if node.names:
@@ -83,27 +90,32 @@ class Content:
 
     async def write(self, handle: int, offset: int, data: bytes) -> int:
         """Write bytes; return how many fit."""
+        if drops_privileges():
+            drop_privileges(handle)
         if self._tree.handles[handle].synchronous:
             return await trio.to_thread.run_sync(_write_through, handle, data, offset)
         return os.pwrite(handle, data, offset)
 
     async def truncate(self, node: Node, size: int) -> None:
         """Set a file's size."""
+        unprivileged = drops_privileges()
         if node.writers:
             handles = self._tree.handles
-            os.ftruncate(next(fh for fh in node.handles if handles[fh].writable), size)
+            fd = next(fh for fh in node.handles if handles[fh].writable)
+            os.ftruncate(fd, size)
+            if unprivileged:
+                drop_privileges(fd)
             return
-        path = self._table.path_of(node)
-        await self._tree.before(Kind.TRUNCATED, path)
-        await self._tree.make_writable(node, emptied=size == 0)
+        await self._tree.ready_to_write(Kind.TRUNCATED, node, emptied=size == 0)
         fd = self._open_staged(node, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
             os.ftruncate(fd, size)
+            if unprivileged:
+                drop_privileges(fd)
         finally:
             os.close(fd)
         if node.names:
-            await self._tree.after(Change(Kind.TRUNCATED, path, writers=1))
-            await self._tree.after(Change(Kind.CLOSED, path))
+            await self._report(Kind.TRUNCATED, self._table.path_of(node), node)
 
     async def release(self, handle: int) -> None:
         """Close a handle; the last writable one finishes the file."""
@@ -141,6 +153,14 @@ class Content:
                 node.fresh = True
                 raise
             node = parent
+
+
+def drop_privileges(fd: int) -> None:
+    """Clear the set-user-id bit, and the set-group-id bit of an executable, as a write by another user does."""
+    mode = stat_module.S_IMODE(os.fstat(fd).st_mode)
+    kept = mode & ~(0o6000 if mode & 0o010 else 0o4000)
+    if kept != mode:
+        os.fchmod(fd, kept)
 
 
 def _sync_directory(path_fd: int) -> None:

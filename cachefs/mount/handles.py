@@ -1,10 +1,16 @@
-"""Open files: each open has its own descriptor in the daemon, and the descriptor's number is the FUSE file handle."""
+"""Open files: each open has its own descriptor in the daemon, and the descriptor's number is the FUSE file handle.
+
+With the kernel data path a handle also carries the backing id of its file, which all handles of a node share. Where
+that cannot be (the node got a fresh inode while handles with the old one are open; a file with set-id bits, which
+writes must clear), the handle is served by the daemon without the page cache: the kernel allows that beside the others.
+"""
 
 from __future__ import annotations
 
 import os
 
 from cachefs.mount.inodes import Node
+from cachefs.mount.kernel import DataPath, Passthrough
 
 _ACCESS = os.O_RDONLY | os.O_WRONLY | os.O_RDWR
 _SYNCHRONOUS = os.O_SYNC | os.O_DSYNC
@@ -13,11 +19,15 @@ _SYNCHRONOUS = os.O_SYNC | os.O_DSYNC
 class Handle:
     """One open file."""
 
-    __slots__ = ("flags", "node")
+    __slots__ = ("backing", "direct", "flags", "node")
 
     def __init__(self, node: Node, flags: int) -> None:
         self.node = node
         self.flags = flags
+        self.backing = 0
+        """The backing id it was opened with, 0 for none."""
+        self.direct = False
+        """Whether the page cache must not be used."""
 
     @property
     def writable(self) -> bool:
@@ -42,8 +52,9 @@ def staging_flags(flags: int) -> int:
 class Handles:
     """All open handles. Only used from the FUSE loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, passthrough: Passthrough) -> None:
         self._open: dict[int, Handle] = {}
+        self._passthrough = passthrough
 
     def __len__(self) -> int:
         return len(self._open)
@@ -58,15 +69,35 @@ class Handles:
         node.handles.add(fd)
         if handle.writable:
             node.writers += 1
+        if self._passthrough.mode is DataPath.KERNEL:
+            self._back(fd, handle)
         return fd
+
+    def _back(self, fd: int, handle: Handle) -> None:
+        node = handle.node
+        stat = os.fstat(fd)
+        if stat.st_mode & 0o6000 or (node.backing and node.backing_ino != stat.st_ino):
+            handle.direct = True
+            return
+        handle.backing = self._passthrough.open(fd, node.backing)
+        if handle.backing:
+            node.backing = handle.backing
+            node.backing_ino = stat.st_ino
+            node.backed += 1
 
     def remove(self, fh: int) -> Handle:
         """Close a handle's descriptor."""
         handle = self._open.pop(fh)
         handle.node.handles.discard(fh)
+        node = handle.node
         if handle.writable:
-            handle.node.writers -= 1
+            node.writers -= 1
         os.close(fh)
+        if handle.backing:
+            node.backed -= 1
+            self._passthrough.close(fh, handle.backing, last=node.backed == 0)
+            if node.backed == 0:
+                node.backing = 0
         return handle
 
     def repoint(self, node: Node, name: bytes, dir_fd: int) -> None:

@@ -23,6 +23,10 @@ class Node:
     """A file or directory that the kernel holds a reference to."""
 
     __slots__ = (
+        "backed",
+        "backing",
+        "backing_ino",
+        "children",
         "dir_fd",
         "fresh",
         "handles",
@@ -33,6 +37,7 @@ class Node:
         "names",
         "path",
         "path_stamp",
+        "pins",
         "writers",
     )
 
@@ -43,9 +48,17 @@ class Node:
         self.lookups = 0
         """References the kernel holds; it gives them back with FORGET."""
         self.names: list[Name] = []
+        self.children = 0
+        """Names of other nodes in this directory: it stays as long as they need it, even when the kernel forgot it."""
         self.handles: set[int] = set()
         """Descriptors of the open handles."""
         self.writers = 0
+        self.backing = 0
+        """The kernel's backing id of the file, 0 for none; `backed` handles use it, and it stands for `backing_ino`."""
+        self.backing_ino = 0
+        self.backed = 0
+        self.pins = 0
+        """How many of its links were pins when it was last looked at."""
         self.fresh = False
         """Whether the node was created or renamed since its directory was last synced."""
         self.dir_fd = -1
@@ -94,13 +107,23 @@ class InodeTable:
             self._by_ino[ino] = node
         node.lookups += 1
         key = (parent, name)
-        old = self._entries.get(key)
-        if old is not node:
-            if old is not None:
-                old.names.remove(key)
-            self._entries[key] = node
-            node.names.append(key)
+        if self._entries.get(key) is not node:
+            self._unname(key)
+            self._name(node, key)
+        return node
+
+    def _name(self, node: Node, key: Name) -> None:
+        self._entries[key] = node
+        node.names.append(key)
+        node.path_stamp = -1
+        self._nodes[key[0]].children += 1
+
+    def _unname(self, key: Name) -> Node | None:
+        node = self._entries.pop(key, None)
+        if node is not None:
+            node.names.remove(key)
             node.path_stamp = -1
+            self._nodes[key[0]].children -= 1
         return node
 
     def forget(self, ident: int, lookups: int) -> None:
@@ -109,22 +132,27 @@ class InodeTable:
         if node is None or node is self.root:
             return
         node.lookups -= lookups
-        if node.lookups <= 0 and not node.handles:
-            self._drop(node)
-
-    def _drop(self, node: Node) -> None:
-        del self._nodes[node.id]
-        if self._by_ino.get(node.ino) is node:
-            del self._by_ino[node.ino]
-        for key in node.names:
-            del self._entries[key]
-        if node.dir_fd >= 0:
-            os.close(node.dir_fd)
+        self._retire(node)
 
     def released(self, node: Node) -> None:
         """End a node whose last handle is gone and that the kernel has forgotten before."""
-        if node.lookups <= 0 and not node.handles and node is not self.root:
-            self._drop(node)
+        self._retire(node)
+
+    def _retire(self, node: Node) -> None:
+        """End a node that nobody needs any more, and the directories above that were only kept for it."""
+        unsure = [node]
+        while unsure:
+            node = unsure.pop()
+            if node.lookups > 0 or node.handles or node.children or node is self.root or node.id not in self._nodes:
+                continue
+            del self._nodes[node.id]
+            if self._by_ino.get(node.ino) is node:
+                del self._by_ino[node.ino]
+            for key in list(node.names):
+                self._unname(key)
+                unsure.append(self._nodes[key[0]])
+            if node.dir_fd >= 0:
+                os.close(node.dir_fd)
 
     def removed(self, parent: int, name: bytes, *, last: bool = False) -> None:
         """Take a name away from the node it stood for.
@@ -132,34 +160,25 @@ class InodeTable:
         With `last` the inode has no name left in the tree: it may be freed and its number used again, for another file,
         while the kernel still holds this node.
         """
-        node = self._entries.pop((parent, name), None)
-        if node is not None:
-            node.names.remove((parent, name))
-            node.path_stamp = -1
-            if last and self._by_ino.get(node.ino) is node:
-                del self._by_ino[node.ino]
+        node = self._unname((parent, name))
+        if node is not None and last and self._by_ino.get(node.ino) is node:
+            del self._by_ino[node.ino]
 
     def renamed(self, old: Name, new: Name, *, last: bool = False) -> None:
         """Move a name; whatever stood under the new one has lost it (`last` as in `removed`)."""
         self.removed(*new, last=last)
-        node = self._entries.pop(old, None)
-        if node is None:
-            self._moves += 1
-            return
-        node.names[node.names.index(old)] = new
-        self._entries[new] = node
-        node.path_stamp = -1
-        if node.is_dir:
-            self._moves += 1
+        node = self._unname(old)
+        if node is not None:
+            self._name(node, new)
+            self._moves += node.is_dir
 
     def exchanged(self, one: Name, two: Name) -> None:
         """Swap two names."""
-        first, second = self._entries.pop(one, None), self._entries.pop(two, None)
-        for node, old, new in ((first, one, two), (second, two, one)):
-            if node is not None:
-                node.names[node.names.index(old)] = new
-                node.path_stamp = -1
-                self._entries[new] = node
+        first, second = self._unname(one), self._unname(two)
+        if first is not None:
+            self._name(first, two)
+        if second is not None:
+            self._name(second, one)
         self._moves += 1
 
     def rebind(self, node: Node, ino: int) -> None:
@@ -173,32 +192,44 @@ class InodeTable:
         """Return the descriptor of a directory node, for `*at` calls. Raises ENOTDIR, ENOENT for a removed
         directory.
         """
-        if node.dir_fd < 0:
-            if not node.is_dir:
-                raise OSError(errno.ENOTDIR, "not a directory")
-            parent_fd, name = self.at(node)
-            node.dir_fd = os.open(name, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent_fd)
+        if not node.is_dir:
+            raise OSError(errno.ENOTDIR, "not a directory")
+        closed = []
+        above = node
+        while above.dir_fd < 0:
+            closed.append(above)
+            above = self._nodes[self._any_name(above)[0]]
+        for one in reversed(closed):
+            parent, name = self._any_name(one)
+            flags = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+            one.dir_fd = os.open(name, flags, dir_fd=self._nodes[parent].dir_fd)
         return node.dir_fd
 
     def at(self, node: Node) -> tuple[int, bytes]:
         """Return the directory descriptor and the name to reach a node by. Raises ENOENT when it has no name left."""
         if node is self.root:
             return node.dir_fd, b"."
+        parent, name = self._any_name(node)
+        return self.descriptor(self._nodes[parent]), name
+
+    @staticmethod
+    def _any_name(node: Node) -> Name:
         if not node.names:
             raise OSError(errno.ENOENT, "no name left")
-        parent, name = node.names[-1]
-        return self.descriptor(self._nodes[parent]), name
+        return node.names[-1]
 
     def path_of(self, node: Node) -> bytes:
         """Return the path of a node relative to the mount root; empty for the root and for a node without a name."""
-        if node.path_stamp != self._moves or not node.names:
-            if not node.names:
-                return b""
-            parent, name = node.names[-1]
-            above = self.path_of(self._nodes[parent])
-            node.path = above + b"/" + name if above else name
-            node.path_stamp = self._moves
-        return node.path
+        stale = []
+        while node.names and node.path_stamp != self._moves:
+            stale.append(node)
+            node = self._nodes[node.names[-1][0]]
+        path = node.path if node.names else b""
+        for one in reversed(stale):
+            name = one.names[-1][1]
+            path = one.path = path + b"/" + name if path else name
+            one.path_stamp = self._moves
+        return path
 
     def path_at(self, parent: Node, name: bytes) -> bytes:
         """Return the path of a directory entry relative to the mount root."""

@@ -40,9 +40,11 @@ class Namespace:
             return None
 
     def _entry(self, parent: Node, name: bytes) -> Entry:
-        stat = os.stat(name, dir_fd=self._table.descriptor(parent), follow_symlinks=False)
-        is_dir = stat_module.S_ISDIR(stat.st_mode)
-        return self._table.remember(parent.id, name, stat.st_ino, is_dir=is_dir), stat
+        dir_fd = self._table.descriptor(parent)
+        stat, pins = self._tree.pins.counted(lambda: os.stat(name, dir_fd=dir_fd, follow_symlinks=False))
+        node = self._table.remember(parent.id, name, stat.st_ino, is_dir=stat_module.S_ISDIR(stat.st_mode))
+        node.pins = pins
+        return node, stat
 
     def entry(self, parent: int, name: bytes) -> Entry:
         """Return an entry that must be there, and count the kernel's reference."""
@@ -51,11 +53,10 @@ class Namespace:
     async def mkdir(self, parent: int, name: bytes, mode: int, caller: Caller) -> Entry:
         """Create a directory."""
         above = self._table.node(parent)
-        path = self._table.path_at(above, name)
-        await self._tree.before(Kind.MADE_DIR, path, is_dir=True)
+        path = await self._tree.settle(Kind.MADE_DIR, above, name, is_dir=True)
         dir_fd = self._table.descriptor(above)
         os.mkdir(name, mode, dir_fd=dir_fd)
-        self._tree.give_to(caller, above, name, dir_fd=dir_fd)
+        self._tree.give_to(caller, above, name, mode, dir_fd=dir_fd)
         entry = self._entry(above, name)
         entry[0].fresh = True
         await self._tree.after(Change(Kind.MADE_DIR, path, is_dir=True))
@@ -64,14 +65,14 @@ class Namespace:
     async def mknod(self, parent: int, name: bytes, mode: int, rdev: int, caller: Caller) -> Entry:
         """Create a fifo, socket, device or regular file."""
         above = self._table.node(parent)
-        path = self._table.path_at(above, name)
+        path = b""
         regular = stat_module.S_ISREG(mode)
         if regular:
-            await self._tree.before(Kind.CREATED, path)
+            await self._tree.observer.wait_for_room()
+            path = await self._tree.settle(Kind.CREATED, above, name)
         dir_fd = self._table.descriptor(above)
         os.mknod(name, mode, rdev, dir_fd=dir_fd)
-        self._tree.give_to(caller, above, name, dir_fd=dir_fd)
-        os.chmod(name, stat_module.S_IMODE(mode), dir_fd=dir_fd)
+        self._tree.give_to(caller, above, name, mode, dir_fd=dir_fd)
         entry = self._entry(above, name)
         entry[0].fresh = True
         if regular:
@@ -82,11 +83,10 @@ class Namespace:
     async def symlink(self, parent: int, name: bytes, target: bytes, caller: Caller) -> Entry:
         """Create a symbolic link."""
         above = self._table.node(parent)
-        path = self._table.path_at(above, name)
-        await self._tree.before(Kind.SYMLINKED, path)
+        path = await self._tree.settle(Kind.SYMLINKED, above, name)
         dir_fd = self._table.descriptor(above)
         os.symlink(target, name, dir_fd=dir_fd)
-        self._tree.give_to(caller, above, name, dir_fd=dir_fd)
+        self._tree.give_to(caller, above, name, None, dir_fd=dir_fd)
         entry = self._entry(above, name)
         await self._tree.after(Change(Kind.SYMLINKED, path, target=target))
         return entry
@@ -100,9 +100,8 @@ class Namespace:
         """Create a hard link."""
         node = self._table.node(ident)
         above = self._table.node(parent)
-        path = self._table.path_at(above, name)
-        old = self._table.path_of(node)
-        await self._tree.before(Kind.LINKED, path, old=old)
+        await self._tree.before(Kind.LINKED, self._table.path_at(above, name), old=self._table.path_of(node))
+        path, old = self._table.path_at(above, name), self._table.path_of(node)
         src_fd, src_name = self._table.at(node)
         os.link(src_name, name, src_dir_fd=src_fd, dst_dir_fd=self._table.descriptor(above), follow_symlinks=False)
         entry = self._entry(above, name)
@@ -113,22 +112,28 @@ class Namespace:
     async def unlink(self, parent: int, name: bytes) -> None:
         """Remove a name that is not a directory. Pins keep the bytes of closed saves."""
         above = self._table.node(parent)
-        path = self._table.path_at(above, name)
-        await self._tree.before(Kind.REMOVED, path)
-        last = self._is_last(above, name)
-        os.unlink(name, dir_fd=self._table.descriptor(above))
+        path = await self._tree.settle(Kind.REMOVED, above, name)
+        dir_fd = self._table.descriptor(above)
+        last = self._is_last(dir_fd, name)
+        os.unlink(name, dir_fd=dir_fd)
         self._table.removed(parent, name, last=last)
         await self._tree.after(Change(Kind.REMOVED, path))
 
-    def _is_last(self, parent: Node, name: bytes) -> bool:
-        stat = os.stat(name, dir_fd=self._table.descriptor(parent), follow_symlinks=False)
-        return stat_module.S_ISDIR(stat.st_mode) or self._tree.links(stat) <= 1
+    def _is_last(self, dir_fd: int, name: bytes) -> bool:
+        """Return whether a name is the only one of its inode in the visible tree; False when it does not exist."""
+        try:
+            stat, pins = self._tree.pins.counted(lambda: os.stat(name, dir_fd=dir_fd, follow_symlinks=False))
+        except FileNotFoundError:
+            return False
+        return stat_module.S_ISDIR(stat.st_mode) or stat.st_nlink - pins <= 1
 
     async def rmdir(self, parent: int, name: bytes) -> None:
         """Remove an empty directory."""
         above = self._table.node(parent)
-        path = self._table.path_at(above, name)
-        await self._tree.before(Kind.REMOVED, path, is_dir=True)
+        path = await self._tree.settle(Kind.REMOVED, above, name, is_dir=True)
+        node = self._table.entry(parent, name)
+        if node is not None and node.is_dir:
+            self._table.descriptor(node)  # whoever is in it still sees it
         os.rmdir(name, dir_fd=self._table.descriptor(above))
         self._table.removed(parent, name, last=True)
         await self._tree.after(Change(Kind.REMOVED, path, is_dir=True))
@@ -138,13 +143,16 @@ class Namespace:
         if flags not in (0, RENAME_NOREPLACE, RENAME_EXCHANGE):
             raise OSError(errno.EINVAL, "unknown rename flags")
         source, target = self._table.node(old_parent), self._table.node(parent)
+        await self._tree.before(
+            Kind.RENAMED, self._table.path_at(target, name), old=self._table.path_at(source, old_name)
+        )
         old, new = self._table.path_at(source, old_name), self._table.path_at(target, name)
-        await self._tree.before(Kind.RENAMED, new, old=old)
         source_fd, target_fd = self._table.descriptor(source), self._table.descriptor(target)
         stat = os.stat(old_name, dir_fd=source_fd, follow_symlinks=False)
         replaced = self._stat_or_none(target_fd, name)
         if replaced is not None and flags == 0 and replaced.st_ino == stat.st_ino:
             return  # two names of one file: POSIX wants nothing done
+        last = self._is_last(target_fd, name)
         if flags == 0:
             os.rename(old_name, name, src_dir_fd=source_fd, dst_dir_fd=target_fd)
         else:
@@ -156,7 +164,6 @@ class Namespace:
             await self._tree.after(self._moved(two, replaced_by=stat, old=old, new=new))
             await self._tree.after(self._moved(one, replaced_by=replaced, old=new, new=old))
             return
-        last = replaced is not None and (stat_module.S_ISDIR(replaced.st_mode) or self._tree.links(replaced) <= 1)
         self._table.renamed(one, two, last=last)
         await self._tree.after(self._moved(two, replaced_by=stat, old=old, new=new))
 

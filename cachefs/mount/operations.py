@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import stat as stat_module
 from collections.abc import Sequence
 
 import pyfuse3
@@ -40,12 +39,20 @@ class Operations(pyfuse3.Operations):
         self._content = Content(tree, self._namespace)
         self._attributes = Attributes(tree, self._content)
 
+    def init(self) -> None:
+        """Called when the kernel has said what it offers."""
+        self._tree.passthrough.negotiated()
+
+    def _info(self, handle: int) -> FileInfo:
+        direct = self._tree.handles[handle].direct
+        return FileInfo(fh=handle, direct_io=direct, keep_cache=not direct)
+
     def _attr(self, node: Node, stat: os.stat_result) -> EntryAttributes:
         entry = EntryAttributes()
         entry.st_ino = node.id
         entry.attr_timeout = entry.entry_timeout = TIMEOUT
         entry.st_mode = stat.st_mode
-        entry.st_nlink = self._tree.links(stat) if stat_module.S_ISREG(stat.st_mode) else stat.st_nlink
+        entry.st_nlink = stat.st_nlink - node.pins
         entry.st_uid = stat.st_uid
         entry.st_gid = stat.st_gid
         entry.st_rdev = stat.st_rdev
@@ -176,14 +183,14 @@ class Operations(pyfuse3.Operations):
             handle, entry = await self._content.create(parent_inode, name, mode, flags, caller)
         except (OSError, CachefsError) as error:
             raise _failed(error) from None
-        return FileInfo(fh=handle, keep_cache=True), self._reply((entry[0], os.fstat(handle)))
+        return self._info(handle), self._reply(entry)
 
     async def open(self, inode: InodeT, flags: FlagT, ctx: RequestContext) -> FileInfo:
         try:
             handle = await self._content.open(inode, flags)
         except (OSError, CachefsError) as error:
             raise _failed(error) from None
-        return FileInfo(fh=handle, keep_cache=True)
+        return self._info(handle)
 
     async def read(self, fh: FileHandleT, off: int, size: int) -> bytes:
         try:

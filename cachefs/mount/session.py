@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import shutil
 import subprocess
 from pathlib import Path
@@ -33,6 +34,19 @@ def mounted_type(mountpoint: Path) -> str | None:
     return found
 
 
+def is_overlay(directory: Path) -> bool:
+    """Return whether a directory, or what will be created there, lies on overlayfs."""
+    while not directory.exists():
+        directory = directory.parent
+    device = os.stat(directory).st_dev
+    wanted = f"{os.major(device)}:{os.minor(device)}"
+    for line in Path("/proc/self/mountinfo").read_text(errors="surrogateescape").splitlines():
+        before, _, after = line.partition(" - ")
+        if before.split()[2] == wanted:
+            return after.split()[0] == "overlay"
+    return False
+
+
 def prepare(mountpoint: Path) -> None:
     """Make a path ready to be mounted on: create it, and unmount what a killed cachefs left there.
 
@@ -47,10 +61,12 @@ def prepare(mountpoint: Path) -> None:
             )
         unmount(mountpoint)
     try:
-        mountpoint.mkdir(parents=True, exist_ok=True)
+        if not mountpoint.is_dir():
+            mountpoint.mkdir(parents=True)
         left = os.listdir(os.fsencode(mountpoint))
     except OSError as error:
-        raise MountpointError(f"{mountpoint} cannot be used as mountpoint: {error.strerror}") from error
+        reason = "it is not a directory" if isinstance(error, FileExistsError) else error.strerror
+        raise MountpointError(f"{mountpoint} cannot be used as mountpoint: {reason}") from error
     if left:
         raise MountpointError(
             f"{mountpoint} is not empty ({to_text(left[0])}, ...): a mount would hide what is in it",
@@ -99,6 +115,9 @@ class Session:
             raise MountpointError(
                 "/dev/fuse cannot be opened", hint="load the fuse module (modprobe fuse), or run with rights to it"
             )
+        # Every open file and every directory in use costs a descriptor; the usual soft limit is for select(2).
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
         try:
             pyfuse3.init(self._operations, str(self._mountpoint), self._options)
         except RuntimeError as error:

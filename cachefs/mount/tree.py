@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import errno
 import os
+import stat as stat_module
+from collections.abc import Callable
 from pathlib import Path
 
 import trio
 
 from cachefs.mount.handles import Handles
 from cachefs.mount.inodes import InodeTable, Node
+from cachefs.mount.kernel import Passthrough
 from cachefs.mount.observer import Observer
 from cachefs.staging.changes import Change, Kind
 from cachefs.staging.layout import Staging
@@ -29,10 +32,13 @@ class Caller:
 class Tree:
     """The visible tree in staging, as the mount works on it. Only used from the FUSE loop."""
 
-    def __init__(self, staging: Staging, pins: Pins, observer: Observer) -> None:
+    def __init__(
+        self, staging: Staging, pins: Pins, observer: Observer, passthrough: Passthrough | None = None
+    ) -> None:
         self.fd = staging.tree_fd
         self.table = InodeTable(staging.tree_fd)
-        self.handles = Handles()
+        self.passthrough = passthrough or Passthrough("python")
+        self.handles = Handles(self.passthrough)
         self.pins = pins
         self.observer = observer
         self._scratch = staging.scratch
@@ -40,17 +46,20 @@ class Tree:
         self._privileged = os.geteuid() == 0
 
     def stat(self, node: Node) -> os.stat_result:
-        """Return a node's attributes; works for an open file without a name, too."""
+        """Return a node's attributes; works for an open file or directory without a name, too."""
         if node.names or node is self.table.root:
             dir_fd, name = self.table.at(node)
-            return os.stat(name, dir_fd=dir_fd, follow_symlinks=False)
+            return self.note(node, lambda: os.stat(name, dir_fd=dir_fd, follow_symlinks=False))
         if node.handles:
-            return os.fstat(next(iter(node.handles)))
+            return self.note(node, lambda: os.fstat(next(iter(node.handles))))
+        if node.dir_fd >= 0:
+            return os.fstat(node.dir_fd)
         raise OSError(errno.ESTALE, "no name and no handle left")
 
-    def links(self, stat: os.stat_result) -> int:
-        """Return how many names a file has in the visible tree: its links without the pins."""
-        return stat.st_nlink - len(self.pins.holders(stat.st_ino))
+    def note(self, node: Node, look: Callable[[], os.stat_result]) -> os.stat_result:
+        """Look at a node's attributes, and note how many of its links are pins."""
+        stat, node.pins = self.pins.counted(look)
+        return stat
 
     def reference(self, node: Node) -> bytes:
         """Return a path that reaches a node for calls that take no directory descriptor; never resolved by a name."""
@@ -62,24 +71,42 @@ class Tree:
             return b"/proc/self/fd/%d" % next(iter(node.handles))
         raise OSError(errno.ESTALE, "no name and no handle left")
 
-    def give_to(self, caller: Caller, parent: Node, path: bytes | int, *, dir_fd: int | None = None) -> None:
+    def give_to(
+        self, caller: Caller, parent: Node, path: bytes | int, mode: int | None, *, dir_fd: int | None = None
+    ) -> None:
         """Give a new entry to its creator, as the kernel does on a local disk: a set-group-id directory hands its
-        group on.
+        group on, and to directories the bit itself.
 
         The daemon creates as itself, so that a caller whose right to the directory comes from a supplementary group is
-        not refused; the kernel has checked the permission already (`default_permissions`).
+        not refused; the kernel has checked the permission already (`default_permissions`), and it has applied the
+        caller's umask: the daemon's own must not count. `mode` is None for a symbolic link.
         """
-        if not self._privileged or (caller.uid == 0 and caller.gid == 0):
-            return
-        above = self.stat(parent)
-        gid = above.st_gid if above.st_mode & 0o2000 else caller.gid
-        os.chown(path, caller.uid, gid, dir_fd=dir_fd, follow_symlinks=isinstance(path, int))
+        if self._privileged and (caller.uid or caller.gid):
+            above = self.stat(parent)
+            gid = above.st_gid if above.st_mode & 0o2000 else caller.gid
+            os.chown(path, caller.uid, gid, dir_fd=dir_fd, follow_symlinks=isinstance(path, int))
+        if mode is not None:
+            made = os.stat(path, dir_fd=dir_fd)
+            handed_on = made.st_mode & 0o2000 if stat_module.S_ISDIR(made.st_mode) else 0
+            os.chmod(path, stat_module.S_IMODE(mode) | handed_on, dir_fd=dir_fd)
 
     async def before(self, kind: Kind, path: bytes, *, old: bytes = b"", is_dir: bool = False) -> None:
-        """Let the observer hold an operation back."""
-        waiting = self.observer.before(Change(kind, path, old=old, is_dir=is_dir))
-        if waiting is not None:
+        """Let the observer hold an operation back. When this returns, nothing has run since the observer agreed."""
+        change = Change(kind, path, old=old, is_dir=is_dir)
+        while (waiting := self.observer.before(change)) is not None:
             await waiting
+
+    async def settle(self, kind: Kind, parent: Node, name: bytes, *, is_dir: bool = False) -> bytes:
+        """Let the observer hold back an operation on a directory entry; return the path it has then."""
+        await self.before(kind, self.table.path_at(parent, name), is_dir=is_dir)
+        return self.table.path_at(parent, name)
+
+    async def ready_to_write(self, kind: Kind, node: Node, *, emptied: bool) -> None:
+        """Return when the bytes of a node may change: the observer agrees, and no pin is on its inode any more."""
+        while True:
+            await self.before(kind, self.table.path_of(node))
+            if not await self._unpin(node, emptied=emptied):
+                return  # at once; after a wait its save may have been closed, and pinned, meanwhile
 
     async def after(self, change: Change) -> None:
         """Tell the observer, and wait for what must happen before the caller gets its answer."""
@@ -87,26 +114,28 @@ class Tree:
         if waiting is not None:
             await waiting
 
-    async def make_writable(self, node: Node, *, emptied: bool) -> None:
-        """Free a node's inode from its pins before its bytes change.
+    async def _unpin(self, node: Node, *, emptied: bool) -> bool:
+        """Free a node's inode from its pins before its bytes change; return whether that took a wait.
 
         A file that is about to be emptied gets a fresh inode at once, and the pins keep the old one. Otherwise, or when
         the file has several names, the pins move to a copy, in a thread.
         """
-        while (event := self._releasing.get(node.id)) is not None:
+        if (event := self._releasing.get(node.id)) is not None:
             await event.wait()
+            return True
         if not self.pins.holders(node.ino):
-            return
+            return False
         stat = self.stat(node)
-        if emptied and node.names and self.links(stat) == 1:
+        if emptied and node.names and stat.st_nlink - node.pins == 1:
             self._renew(node, stat)
-            return
+            return False
         event = self._releasing[node.id] = trio.Event()
         try:
             await trio.to_thread.run_sync(self.pins.release_inode, node.ino)
         finally:
             del self._releasing[node.id]
             event.set()
+        return True
 
     def _renew(self, node: Node, stat: os.stat_result) -> None:
         dir_fd, name = self.table.at(node)
@@ -121,12 +150,16 @@ class Tree:
                 if attribute.startswith("user."):
                     os.setxattr(fd, attribute, os.getxattr(reference, attribute, follow_symlinks=False))
             ino = os.fstat(fd).st_ino
+            above = os.stat(b".", dir_fd=dir_fd)
             os.rename(scratch, name, dst_dir_fd=dir_fd)
+            # To the user no name changed, so the directory was not modified.
+            os.utime(b".", ns=(above.st_atime_ns, above.st_mtime_ns), dir_fd=dir_fd)
         except BaseException:
             Path(scratch).unlink(missing_ok=True)
             raise
         finally:
             os.close(fd)
         self.table.rebind(node, ino)
+        node.pins = 0
         node.fresh = True
         self.handles.repoint(node, name, dir_fd)

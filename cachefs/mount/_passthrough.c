@@ -1,0 +1,306 @@
+/* Kernel passthrough for pyfuse3: sees every FUSE message between the kernel and libfuse, and adds what neither pyfuse3
+ * nor libfuse 3.14 can say.
+ *
+ * Loaded with RTLD_GLOBAL before pyfuse3, so that the dynamic linker resolves pyfuse3's call of fuse_session_mount to the
+ * one below. It mounts with the real one and then puts two functions of its own between libfuse and the descriptor
+ * (fuse_session_custom_io, libfuse >= 3.10):
+ *
+ *   INIT request    remembers whether the kernel offers passthrough; hides SPLICE_READ, so that messages come through
+ *                   read() and can be seen
+ *   INIT reply      FUSE_HANDLE_KILLPRIV_V2 (else the kernel asks for security.capability before every write), and
+ *                   FUSE_PASSTHROUGH with max_stack_depth when it is wanted and offered
+ *   OPEN, CREATE    FOPEN_PASSTHROUGH and the backing id registered for the handle
+ *   OPENDIR         FOPEN_CACHE_DIR: the kernel keeps listings until the directory changes
+ *
+ * Layouts and numbers are those of the Linux UAPI header fuse.h (7.40); they are fixed by the kernel's ABI. No Python code
+ * runs for a message, and the GIL is not needed: libfuse may call from any thread.
+ */
+#define _GNU_SOURCE
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include <dlfcn.h>
+#include <errno.h>
+#include <pthread.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/ioctl.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+enum { OP_SETATTR = 4, OP_OPEN = 14, OP_WRITE = 16, OP_INIT = 26, OP_OPENDIR = 27, OP_CREATE = 35 };
+
+#define INIT_SPLICE_READ (1u << 9)
+#define INIT_KILLPRIV_V2 (1u << 28)
+#define INIT_EXT (1u << 30)
+#define INIT2_PASSTHROUGH (1u << 5) /* bit 37 of both words */
+#define FOPEN_DIRECT_IO (1u << 0)
+#define FOPEN_KEEP_CACHE (1u << 1)
+#define FOPEN_CACHE_DIR (1u << 3)
+#define FOPEN_NOFLUSH (1u << 5)
+#define FOPEN_PASSTHROUGH (1u << 7)
+#define ENTRY_OUT_SIZE 128
+
+struct in_header {
+    uint32_t len, opcode;
+    uint64_t unique, nodeid;
+    uint32_t uid, gid, pid, extra;
+};
+struct out_header {
+    uint32_t len;
+    int32_t error;
+    uint64_t unique;
+};
+struct init_in {
+    uint32_t major, minor, max_readahead, flags, flags2, unused[11];
+};
+struct init_out {
+    uint32_t major, minor, max_readahead, flags;
+    uint16_t max_background, congestion_threshold;
+    uint32_t max_write, time_gran;
+    uint16_t max_pages, map_alignment;
+    uint32_t flags2, max_stack_depth, unused[6];
+};
+struct open_out {
+    uint64_t fh;
+    uint32_t open_flags, backing_id;
+};
+struct backing_map {
+    int32_t fd;
+    uint32_t flags;
+    uint64_t padding;
+};
+#define BACKING_OPEN _IOW(229, 1, struct backing_map)
+#define BACKING_CLOSE _IOW(229, 2, uint32_t)
+
+struct custom_io { /* as in fuse_lowlevel.h of 3.10 to 3.16; later ones append to it */
+    ssize_t (*writev)(int fd, struct iovec *iov, int count, void *userdata);
+    ssize_t (*read)(int fd, void *buf, size_t len, void *userdata);
+    void *splice_receive, *splice_send;
+};
+
+#define PENDING 1024
+static struct {
+    pthread_mutex_t lock;
+    struct { uint64_t unique; uint32_t opcode; } pending[PENDING]; /* requests whose reply is to be changed */
+    unsigned count;
+    uint32_t *backing; /* by handle: backing id, 0 for none */
+    size_t handles;
+    int fd;            /* the session's /dev/fuse, -1 before the mount */
+    int wanted;        /* stack depth to ask passthrough for, 0: do not */
+    int offered, granted, hooked;
+    int kills;         /* whether the last request asks to drop set-user-id and set-group-id bits */
+} state = {.lock = PTHREAD_MUTEX_INITIALIZER, .fd = -1};
+
+static void seen(struct in_header *head, size_t len)
+{
+    char *body = (char *)(head + 1);
+    size_t size = len - sizeof *head;
+    uint32_t word[6] = {0};
+
+    memcpy(word, body, size < sizeof word ? size : sizeof word);
+    switch (head->opcode) {
+    case OP_INIT: {
+        struct init_in *in = (struct init_in *)body;
+        state.offered = size >= sizeof *in && (in->flags & INIT_EXT) && (in->flags2 & INIT2_PASSTHROUGH);
+        if (size >= 16)
+            in->flags &= ~INIT_SPLICE_READ;
+        break;
+    }
+    case OP_WRITE: /* fh, offset, size, write_flags */
+        state.kills = (word[5] & 4u) != 0;
+        return;
+    case OP_SETATTR: /* valid */
+        state.kills = (word[0] & (1u << 11)) != 0;
+        return;
+    case OP_OPEN: /* flags, open_flags */
+        state.kills = (word[1] & 1u) != 0;
+        break;
+    case OP_CREATE: /* flags, mode, umask, open_flags */
+        state.kills = (word[3] & 1u) != 0;
+        break;
+    case OP_OPENDIR:
+        break;
+    default:
+        return;
+    }
+    if (state.count < PENDING) { /* more cannot be under way: pyfuse3 has fewer tasks */
+        state.pending[state.count].unique = head->unique;
+        state.pending[state.count].opcode = head->opcode;
+        state.count++;
+    }
+}
+
+static uint32_t taken(uint64_t unique)
+{
+    for (unsigned i = 0; i < state.count; i++)
+        if (state.pending[i].unique == unique) {
+            uint32_t opcode = state.pending[i].opcode;
+            state.pending[i] = state.pending[--state.count];
+            return opcode;
+        }
+    return 0;
+}
+
+static void pass(struct open_out *out)
+{
+    uint32_t id = out->fh < state.handles ? state.backing[out->fh] : 0;
+    if (id) {
+        out->open_flags = FOPEN_PASSTHROUGH | FOPEN_NOFLUSH;
+        out->backing_id = id;
+    }
+}
+
+static void answered(uint32_t opcode, char *body, size_t size)
+{
+    if (opcode == OP_INIT && size >= sizeof(struct init_out)) {
+        struct init_out *out = (struct init_out *)body;
+        out->flags |= INIT_KILLPRIV_V2;
+        if (state.wanted && state.offered) {
+            out->flags |= INIT_EXT;
+            out->flags2 |= INIT2_PASSTHROUGH;
+            out->max_stack_depth = state.wanted;
+            state.granted = 1;
+        }
+    } else if (opcode == OP_OPEN && size >= sizeof(struct open_out)) {
+        pass((struct open_out *)body);
+    } else if (opcode == OP_CREATE && size >= ENTRY_OUT_SIZE + sizeof(struct open_out)) {
+        pass((struct open_out *)(body + ENTRY_OUT_SIZE));
+    } else if (opcode == OP_OPENDIR && size >= sizeof(struct open_out)) {
+        ((struct open_out *)body)->open_flags |= FOPEN_KEEP_CACHE | FOPEN_CACHE_DIR;
+    }
+}
+
+static ssize_t on_read(int fd, void *buf, size_t len, void *userdata)
+{
+    (void)userdata;
+    ssize_t got = read(fd, buf, len);
+    if (got >= (ssize_t)sizeof(struct in_header)) {
+        pthread_mutex_lock(&state.lock);
+        seen(buf, (size_t)got);
+        pthread_mutex_unlock(&state.lock);
+    }
+    return got;
+}
+
+static ssize_t on_writev(int fd, struct iovec *iov, int count, void *userdata)
+{
+    (void)userdata;
+    struct out_header *head = iov[0].iov_base;
+    if (count > 0 && iov[0].iov_len == sizeof *head && head->unique) {
+        pthread_mutex_lock(&state.lock);
+        uint32_t opcode = state.count ? taken(head->unique) : 0;
+        if (opcode && !head->error && count > 1)
+            answered(opcode, iov[1].iov_base, iov[1].iov_len);
+        pthread_mutex_unlock(&state.lock);
+    }
+    return writev(fd, iov, count);
+}
+
+/* Takes the place of libfuse's in pyfuse3. */
+__attribute__((visibility("default"))) int fuse_session_mount(void *session, const char *mountpoint)
+{
+    int (*mount)(void *, const char *) = (int (*)(void *, const char *))dlsym(RTLD_NEXT, "fuse_session_mount");
+    int (*session_fd)(void *) = (int (*)(void *))dlsym(RTLD_NEXT, "fuse_session_fd");
+    /* This version of the symbol takes three arguments in every libfuse that has it. */
+    int (*custom_io)(void *, const struct custom_io *, int) =
+        (int (*)(void *, const struct custom_io *, int))dlvsym(RTLD_NEXT, "fuse_session_custom_io", "FUSE_3.0");
+    static const struct custom_io io = {.writev = on_writev, .read = on_read};
+    int result;
+
+    if (!mount)
+        return -1;
+    result = mount(session, mountpoint);
+    if (result == 0 && session_fd && custom_io) {
+        state.fd = session_fd(session);
+        state.count = 0;
+        state.offered = state.granted = 0;
+        state.hooked = custom_io(session, &io, state.fd) == 0;
+    }
+    return result;
+}
+
+static PyObject *configure(PyObject *self, PyObject *args)
+{
+    int depth;
+    if (!PyArg_ParseTuple(args, "i", &depth))
+        return NULL;
+    state.wanted = depth;
+    Py_RETURN_NONE;
+}
+
+static PyObject *status(PyObject *self, PyObject *args)
+{
+    int usable = dlvsym(RTLD_DEFAULT, "fuse_session_custom_io", "FUSE_3.0") != NULL;
+    return Py_BuildValue("(iiii)", usable, state.hooked, state.offered, state.granted);
+}
+
+static PyObject *backing_open(PyObject *self, PyObject *args)
+{
+    struct backing_map map = {0};
+    if (!PyArg_ParseTuple(args, "i", &map.fd))
+        return NULL;
+    int id = ioctl(state.fd, BACKING_OPEN, &map);
+    if (id < 0)
+        return PyErr_SetFromErrno(PyExc_OSError);
+    return PyLong_FromLong(id);
+}
+
+static PyObject *backing_close(PyObject *self, PyObject *args)
+{
+    unsigned int id;
+    if (!PyArg_ParseTuple(args, "I", &id))
+        return NULL;
+    uint32_t value = id;
+    if (ioctl(state.fd, BACKING_CLOSE, &value) < 0)
+        return PyErr_SetFromErrno(PyExc_OSError);
+    Py_RETURN_NONE;
+}
+
+static PyObject *set_backing(PyObject *self, PyObject *args)
+{
+    unsigned long handle;
+    unsigned int id;
+    if (!PyArg_ParseTuple(args, "kI", &handle, &id))
+        return NULL;
+    pthread_mutex_lock(&state.lock);
+    if (handle >= state.handles) {
+        size_t size = handle + 1024;
+        uint32_t *more = realloc(state.backing, size * sizeof *more);
+        if (!more) {
+            pthread_mutex_unlock(&state.lock);
+            return PyErr_NoMemory();
+        }
+        memset(more + state.handles, 0, (size - state.handles) * sizeof *more);
+        state.backing = more;
+        state.handles = size;
+    }
+    state.backing[handle] = id;
+    pthread_mutex_unlock(&state.lock);
+    Py_RETURN_NONE;
+}
+
+static PyObject *kills(PyObject *self, PyObject *args)
+{
+    return PyBool_FromLong(state.kills);
+}
+
+static PyMethodDef methods[] = {
+    {"configure", configure, METH_VARARGS, "Ask for passthrough at the next mount; the argument is the stack depth, 0: no."},
+    {"status", status, METH_NOARGS, "Return (usable, hooked, offered, granted)."},
+    {"backing_open", backing_open, METH_VARARGS, "Register a descriptor's file with the kernel; return its backing id."},
+    {"backing_close", backing_close, METH_VARARGS, "Release a backing id."},
+    {"set_backing", set_backing, METH_VARARGS, "Let the reply for a file handle carry a backing id (0: none)."},
+    {"kills", kills, METH_NOARGS, "Return whether the request being handled asks to drop set-id bits."},
+    {NULL, NULL, 0, NULL},
+};
+
+static struct PyModuleDef module = {
+    PyModuleDef_HEAD_INIT, .m_name = "_passthrough", .m_doc = "Kernel passthrough for pyfuse3.", .m_size = -1, .m_methods = methods,
+};
+
+PyMODINIT_FUNC PyInit__passthrough(void)
+{
+    return PyModule_Create(&module);
+}

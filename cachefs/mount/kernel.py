@@ -1,0 +1,155 @@
+"""Kernel passthrough: open files are read, written and mapped by the kernel straight from the staging file.
+
+The C extension must be loaded, with its symbols global, before pyfuse3 is (see _passthrough.c); importing this module
+does that, and nothing else may import pyfuse3 first. Linux >= 6.9, libfuse >= 3.10 and CAP_SYS_ADMIN are needed; where
+one is missing the same handlers serve reads and writes in Python.
+
+All opens of one inode share one backing id, which is released with the last of them (Linux refuses a second one:
+EBUSY).
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from enum import StrEnum
+from importlib import import_module
+from types import ModuleType
+from typing import Literal
+
+import trio
+
+from cachefs.errors import MountpointError
+
+Wanted = Literal["auto", "kernel", "python"]
+_CAP_SYS_ADMIN = 21
+
+
+class DataPath(StrEnum):
+    """Who moves the bytes of reads and writes."""
+
+    KERNEL = "kernel"
+    PYTHON = "python"
+
+
+def _load() -> tuple[ModuleType | None, str]:
+    flags = sys.getdlopenflags()
+    sys.setdlopenflags(os.RTLD_NOW | os.RTLD_GLOBAL)
+    try:
+        return import_module("cachefs.mount._passthrough"), ""
+    except ImportError as error:
+        return None, f"the extension is not built: {error}"
+    finally:
+        sys.setdlopenflags(flags)
+
+
+_extension, _missing = _load()
+
+
+def drops_privileges() -> bool:
+    """Return whether the request being handled asks for set-user-id and set-group-id bits to be dropped.
+
+    Only right before the handler's first wait. Without the extension the kernel drops them by itself.
+    """
+    return _extension is not None and bool(_extension.kills())
+
+
+def obstacle() -> str:
+    """Return why the kernel path cannot be used here, or "" as far as that is known before the mount."""
+    if _extension is None:
+        return _missing
+    usable, _, _, _ = _extension.status()
+    if not usable:
+        return "libfuse is older than 3.10"
+    if not _has_capability():
+        return "CAP_SYS_ADMIN is missing (run as root)"
+    release = platform.release()
+    if _version(release) < (6, 9):
+        return f"Linux {release} is older than 6.9"
+    return ""
+
+
+def _has_capability() -> bool:
+    with open("/proc/self/status", encoding="ascii") as lines:
+        effective = next(line.split()[1] for line in lines if line.startswith("CapEff:"))
+    return bool(int(effective, 16) >> _CAP_SYS_ADMIN & 1)
+
+
+def _version(release: str) -> tuple[int, ...]:
+    return tuple(int("".join(c for c in part if c.isdigit()) or 0) for part in release.split(".")[:2])
+
+
+class Passthrough:
+    """The backing ids of one mount. Only used from the FUSE loop."""
+
+    def __init__(self, wanted: Wanted, *, overlay: bool = False) -> None:
+        """Decide as far as possible. Raises MountpointError when `kernel` is demanded and cannot be had."""
+        self.reason = "asked for" if wanted == "python" else obstacle()
+        self._wanted = wanted
+        self._on = wanted != "python" and not self.reason
+        self._settled = trio.Event()
+        if wanted == "kernel" and not self._on:
+            self._refuse()
+        if _extension is not None:
+            # One layer for a staging directory on a plain file system, two where that is a layer itself.
+            _extension.configure((2 if overlay else 1) if self._on else 0)
+
+    def _refuse(self) -> None:
+        raise MountpointError(
+            f"the kernel data path cannot be used: {self.reason}", hint="use --data-path auto or --data-path python"
+        )
+
+    @property
+    def mode(self) -> DataPath:
+        """Return who moves the bytes."""
+        return DataPath.KERNEL if self._on else DataPath.PYTHON
+
+    @property
+    def shown(self) -> str:
+        """Return the mode, and why it is not the kernel's, for people."""
+        return self.mode.value if self._on or not self.reason else f"{self.mode.value} ({self.reason})"
+
+    def negotiated(self) -> None:
+        """The kernel has spoken (INIT): settle whether it offers passthrough."""
+        self._settled.set()
+        if not self._on or _extension is None:
+            return
+        _, hooked, offered, _ = _extension.status()
+        if not (hooked and offered):
+            self._on = False
+            self.reason = "the kernel does not offer it" if hooked else "libfuse's messages cannot be reached"
+
+    async def wait_settled(self) -> None:
+        """Return when the mount has been negotiated. Raises MountpointError when `kernel` is demanded and was not
+        granted.
+        """
+        await self._settled.wait()
+        if self._wanted == "kernel" and not self._on:
+            self._refuse()
+
+    def open(self, fd: int, backing: int) -> int:
+        """Let the reply for handle `fd` carry a backing id: the inode's, or a new one for its file. Return it, 0 for
+        none.
+
+        When the kernel refuses the first file, the kernel path is off for the whole mount.
+        """
+        if not self._on or _extension is None:
+            return 0
+        if not backing:
+            try:
+                backing = int(_extension.backing_open(fd))
+            except OSError as error:
+                self._on = False
+                self.reason = f"the kernel refused a staging file: {error.strerror}"
+                return 0
+        _extension.set_backing(fd, backing)
+        return backing
+
+    def close(self, fd: int, backing: int, *, last: bool) -> None:
+        """The handle is gone; `last` releases the backing id."""
+        if _extension is None or not backing:
+            return
+        _extension.set_backing(fd, 0)
+        if last:
+            _extension.backing_close(backing)
