@@ -169,9 +169,9 @@ class Journal:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         try:
             self._env = lmdb.open(str(directory), map_size=MAP_SIZE, max_dbs=8, subdir=True, mode=0o600)
+            self._reserve(directory)
             names = ("attempts", "shards", "parts", "runs", "loose", "meta")
             self._dbs = {name: self._env.open_db(name.encode()) for name in names}
-            self._reserve(directory)
             meta = self._check()
         except (lmdb.Error, OSError, msgspec.MsgspecError) as error:
             raise StagingError(
@@ -191,16 +191,23 @@ class Journal:
         """How many batches were committed by `write`: tells a cache whether it is still right."""
 
     def _reserve(self, directory: Path) -> None:
+        # Reading a memory map behind the end of a file that was cut short would kill the process: such a file is filled
+        # up, and the empty pages are then found to be damaged.
+        content = (self._env.info()["last_pgno"] + 1) * self._env.stat()["psize"]
         fd = os.open(directory / "data.mdb", os.O_RDWR | os.O_CLOEXEC)
         try:
-            if os.fstat(fd).st_size < RESERVED:
-                os.posix_fallocate(fd, 0, RESERVED)
+            if os.fstat(fd).st_size < max(content, RESERVED):
+                os.posix_fallocate(fd, 0, max(content, RESERVED))
         finally:
             os.close(fd)
 
     def _check(self) -> Meta:
+        """Read every record once, so that damage is found here and not by some task later."""
         with self._env.begin(write=True) as raw:
             txn = Txn(raw, self._dbs)
+            for table in (txn.attempts, txn.shards, txn.parts, txn.runs, txn.loose):
+                for _record in table.scan():
+                    pass
             meta = txn.meta.get("meta")
             if meta is None:
                 meta = Meta(format=FORMAT)
