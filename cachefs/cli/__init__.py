@@ -1,1 +1,10 @@
-"""The commands. Thin: each reads its arguments, calls one function of the program, and prints."""
+"""The commands. Thin: each reads its arguments, calls one function of the program, and prints.
+
+main.py      the app, errors and exit codes
+options.py   options from the configuration's table
+mount.py     mount
+ask.py       status, wait, close, flush: ask a running daemon
+bucket.py    ls, verify, restore: need only the store
+doctor.py    doctor
+show.py      how results look
+"""

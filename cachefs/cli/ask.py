@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -13,6 +12,7 @@ from rich.live import Live
 
 from cachefs import control
 from cachefs.cli import show
+from cachefs.cli.show import AsJson
 from cachefs.config import given
 from cachefs.errors import InvalidError
 from cachefs.formats.names import to_text
@@ -27,13 +27,13 @@ REFRESH = 1.0
 def status(
     mountpoint: Annotated[Path | None, typer.Argument(help="The mount, or a path in it.", show_default=False)] = None,
     *,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJson = False,
     watch: Annotated[bool, typer.Option("--watch", help="Go on, with progress bars, until interrupted.")] = False,
 ) -> None:
     """Show what the daemon knows: every generation's state, the backlog, the store's health."""
     socket, _ = control.find(_mountpoint(mountpoint))
     if as_json:
-        sys.stdout.buffer.write(msgspec.json.format(msgspec.json.encode(_status(socket)), indent=2) + b"\n")
+        show.json(_status(socket))
         return
     if not watch:
         show.console.print(show.status(_status(socket)))
@@ -53,43 +53,49 @@ def wait(
     *,
     state: Annotated[str, typer.Option(help="open, staged, flushed, sealed, tested or published.")] = "published",
     timeout: Timeout = None,
+    as_json: AsJson = False,
 ) -> None:
     """Return when the newest save of PATH has reached a state: is this checkpoint safe yet?"""
     if state not in {one.value for one in State if one.rank >= 0}:
         raise InvalidError(f"unknown state {state!r}", hint="open, staged, flushed, sealed, tested or published")
     socket, inside = _inside(path)
     reached = control.ask(socket, control.WaitRequest(inside, state, timeout))
-    show.console.print(f"{inside}: {reached}", highlight=False, markup=False)
+    show.result({"path": inside, "state": reached}, f"{inside}: {reached}", as_json=as_json)
 
 
-def close(path: Annotated[Path, typer.Argument(help="The generation's directory or file.")]) -> None:
+def close(
+    path: Annotated[Path, typer.Argument(help="The generation's directory or file.")], *, as_json: AsJson = False
+) -> None:
     """Say that a save is complete, for code that no preset knows."""
     socket, inside = _inside(path)
     attempt = control.ask(socket, control.CloseRequest(inside))
-    show.console.print(f"{inside}: closed (attempt {attempt})", highlight=False, markup=False)
+    show.result({"path": inside, "attempt": attempt}, f"{inside}: closed (attempt {attempt})", as_json=as_json)
 
 
 def flush(
     mountpoint: Annotated[Path | None, typer.Argument(help="The mount, or a path in it.", show_default=False)] = None,
     *,
     timeout: Timeout = None,
+    as_json: AsJson = False,
 ) -> None:
     """Return when everything that is closed is published."""
     socket, _ = control.find(_mountpoint(mountpoint))
     published = control.ask(socket, control.FlushRequest(timeout))
-    show.console.print(f"nothing is pending; {published} generations published", highlight=False)
+    text = f"nothing is pending; {published} generations published"
+    show.result({"published": published}, text, as_json=as_json)
 
 
 def _mountpoint(given_path: Path | None) -> Path:
-    if given_path is not None:
-        return given_path
-    found = given(None, os.environ, {}).get("mountpoint")
-    return found if isinstance(found, Path) else Path.cwd()
+    if given_path is None:
+        found = given(None, os.environ, {}).get("mountpoint")
+        given_path = found if isinstance(found, Path) else Path.cwd()
+    return Path(os.path.realpath(given_path))
 
 
 def _inside(path: Path) -> tuple[Path, str]:
-    socket, mountpoint = control.find(path)
-    inside = os.path.relpath(os.path.abspath(path), mountpoint)
+    place = Path(os.path.realpath(path))  # what a link like `latest` names is meant; the rest need not exist
+    socket, mountpoint = control.find(place)
+    inside = os.path.relpath(place, mountpoint)
     if inside == ".":
         raise InvalidError(f"{path} is the mountpoint itself", hint="name a generation below it")
     return socket, to_text(os.fsencode(inside))

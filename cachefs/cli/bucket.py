@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
-import msgspec
 import typer
 from rich.table import Table
 
 from cachefs.cli import show
 from cachefs.cli.options import STORE_KEYS, ConfigFile, settings, with_config
+from cachefs.cli.show import AsJson
 from cachefs.errors import CorruptError, InvalidError
 from cachefs.formats.keys import Keys
 from cachefs.restore.files import restore as restore_files
@@ -47,7 +46,7 @@ def ls(
     run: Annotated[str | None, typer.Argument(help="One run; default: all runs.", show_default=False)] = None,
     *,
     config: ConfigFile = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJson = False,
     flags: dict[str, Any],
 ) -> None:
     """List the runs of a store, or the published generations of one run, newest first."""
@@ -58,13 +57,13 @@ def ls(
     find(store, keys, run)  # says what is missing
     entries = list(history(store, keys, run))
     if as_json:
-        _json(entries)
+        show.json(entries)
         return
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in ("generation", "step", "attempt", "epoch", "seq"):
         table.add_column(column)
     for entry in entries:
-        table.add_row(*_entry(entry))
+        show.row(table, *_entry(entry))
     show.console.print(table)
 
 
@@ -76,27 +75,23 @@ def _entry(entry: Entry) -> tuple[str, ...]:
 def _ls_runs(store: ObjectStore, keys: Keys, as_json: bool) -> None:
     found = list(list_runs(store, keys))
     if as_json:
-        _json(found)
+        show.json(found)
     else:
         table = Table(box=None, pad_edge=False, header_style="bold")
         for column in ("run", "published", "step", "epoch", "owner"):
             table.add_column(column)
         for one in found:
             if one.seen is None:
-                table.add_row(one.name, f"unreadable: {one.error}", "", "", "")
+                show.row(table, one.name, f"unreadable: {one.error}", "", "", "")
                 continue
             pointer = one.seen.pointer
             published = pointer.published
             names = (published.generation, str(published.order.step)) if published else ("-", "-")
-            table.add_row(one.name, *names, str(pointer.epoch), pointer.owner)
+            show.row(table, one.name, *names, str(pointer.epoch), pointer.owner)
         show.console.print(table)
     broken = [one for one in found if one.error]
     if broken:
         raise CorruptError(f"{len(broken)} of {len(found)} pointers cannot be read: {broken[0].error}")
-
-
-def _json(value: object) -> None:
-    sys.stdout.buffer.write(msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n")
 
 
 @with_config(STORE_KEYS)
@@ -109,13 +104,14 @@ def verify(
     ] = False,
     workers: Workers = 8,
     config: ConfigFile = None,
+    as_json: AsJson = False,
     flags: dict[str, Any],
 ) -> None:
     """Read a published generation's pinned versions back and hash them again."""
     store, keys = _store(config, flags, workers)
     manifest = load_manifest(store, run, find(store, keys, run, generation))
-    with show.progress(f"verify {manifest.generation}") as bar:
-        task = bar.add_task("", total=manifest.size)
+    with show.progress() as bar:
+        task = bar.add_task(f"verify {manifest.generation}", total=manifest.size)
         level = "checksum" if checksums_only else "bytes"
         done = verify_manifest(
             store,
@@ -125,7 +121,11 @@ def verify(
             ranges=False,
             progress=lambda count: bar.advance(task, count),
         )
-    show.console.print(f"{run}/{manifest.generation}: {done.shards} shards, {done.bytes} bytes, all as promised")
+    show.result(
+        {"run": run, "generation": manifest.generation, "level": level, "shards": done.shards, "bytes": done.bytes},
+        f"{run}/{manifest.generation}: {done.shards} shards, {done.bytes} bytes, all as promised",
+        as_json=as_json,
+    )
 
 
 @with_config(STORE_KEYS)
@@ -137,13 +137,14 @@ def restore(
     replace: Annotated[bool, typer.Option("--replace", help="Replace an existing directory or file.")] = False,
     workers: Workers = 8,
     config: ConfigFile = None,
+    as_json: AsJson = False,
     flags: dict[str, Any],
 ) -> None:
     """Restore a published generation into DIRECTORY, verified; all of it or nothing."""
     store, keys = _store(config, flags, workers)
     manifest = load_manifest(store, run, find(store, keys, run, generation))
-    with show.progress(f"restore {manifest.generation}") as bar:
-        task = bar.add_task("", total=manifest.size)
+    with show.progress() as bar:
+        task = bar.add_task(f"restore {manifest.generation}", total=manifest.size)
         done = restore_files(
             store,
             manifest,
@@ -153,6 +154,8 @@ def restore(
             ranges=False,
             progress=lambda count: bar.advance(task, count),
         )
-    show.console.print(f"{done.path}: {done.shards} shards, {done.bytes} bytes", highlight=False, markup=False)
+    text = f"{done.path}: {done.shards} shards, {done.bytes} bytes"
     if done.skipped_xattrs:
-        show.console.print(f"attributes not supported here: {', '.join(done.skipped_xattrs)}", markup=False)
+        text += f"\nattributes not supported here: {', '.join(done.skipped_xattrs)}"
+    found = {"path": str(done.path), "shards": done.shards, "bytes": done.bytes, "skipped_xattrs": done.skipped_xattrs}
+    show.result(found, text, as_json=as_json)

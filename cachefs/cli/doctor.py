@@ -11,9 +11,11 @@ from typing import Any
 
 import msgspec
 from rich.table import Table
+from rich.text import Text
 
 from cachefs.cli import show
 from cachefs.cli.options import ConfigFile, settings, with_config
+from cachefs.cli.show import AsJson
 from cachefs.errors import CachefsError, ProbeError
 from cachefs.store.open import open_store
 from cachefs.store.probe import Outcome, probe
@@ -30,19 +32,25 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 @with_config(("mountpoint", "store", "staging", "endpoint_url", "region"))
-def doctor(*, config: ConfigFile = None, flags: dict[str, Any]) -> None:
+def doctor(*, config: ConfigFile = None, as_json: AsJson = False, flags: dict[str, Any]) -> None:
     """Check FUSE, the staging disk and the store (with the full probe), as far as the settings are given."""
     found = settings(config, flags)
-    table = Table(box=None, pad_edge=False, show_header=False)
-    errors: list[CachefsError] = []
-    for finding in _look(found):
-        mark = "[red]fail[/]" if finding.error else "[green]ok[/]"
-        table.add_row(mark, finding.what, finding.text.replace("[", r"\["))
+    findings = list(_look(found))
+    if as_json:
+        show.json([{"what": one.what, "ok": not one.error, "text": one.text, "hint": _hint(one)} for one in findings])
+    else:
+        table = Table(box=None, pad_edge=False, show_header=False)
+        for finding in findings:
+            mark = Text("fail", "red") if finding.error else Text("ok", "green")
+            show.row(table, mark, finding.what, finding.text)
+        show.console.print(table)
+    for finding in findings:
         if finding.error:
-            errors.append(finding.error)
-    show.console.print(table)
-    if errors:
-        raise errors[0]
+            raise finding.error
+
+
+def _hint(finding: Finding) -> str:
+    return finding.error.hint if finding.error else ""
 
 
 def _look(found: dict[str, Any]) -> Iterator[Finding]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 
-import click
 import typer
 
 from cachefs import __version__
@@ -45,22 +44,13 @@ def report(error: CachefsError) -> int:
 
 
 def main() -> None:
-    """Run the command line; the process's exit code is the result."""
+    """Run the command line; ends the process with the command's exit code."""
     try:
-        code = app(standalone_mode=False)
+        app()  # typer itself reports a wrong command line (2) and an interrupt (130)
     except CachefsError as error:
-        code = report(error)
-    except click.exceptions.NoArgsIsHelpError as error:
-        error.show()
-        code = 2
-    except click.ClickException as error:
-        error.show()
-        code = error.exit_code
-    except click.Abort:
-        code = 130
-    except KeyboardInterrupt:
-        code = 130
-    sys.exit(code if isinstance(code, int) else 0)
+        sys.exit(report(error))
+    except OSError as error:
+        sys.exit(report(CachefsError(str(error))))
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ def mount(
     """Mount MOUNTPOINT and publish the checkpoints that are written there."""
     settings = complete(config, flags)
     if background:
-        _detach(log_file)
+        _detach(os.path.abspath(log_file))
     log.configure(settings.log_level, settings.log_format)
     raise typer.Exit(daemon.run(settings, ready=_ready if background else None))
 
@@ -44,6 +44,7 @@ def _detach(log_file: str) -> None:
         os._exit(0 if served else os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
     os.close(reader)
     os.setsid()
+    os.chdir("/")  # the directory it was started in may go
     _pipe = writer
     try:
         target = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o640)

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import sys
 import time
+from typing import Annotated
 
+import msgspec
+import typer
 from rich.console import Console, Group, RenderableType
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from rich.progress_bar import ProgressBar
 from rich.table import Table
+from rich.text import Text
 
 from cachefs.status import GenerationStatus, Status
 
-console = Console(soft_wrap=True)
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+console = Console(soft_wrap=True, width=None if sys.stdout.isatty() else 500)
+"""Where results go; a pipe or file gets long lines whole."""
+_progress = Console(stderr=True)
 _COLOURS = {"published": "green", "abandoned": "red", "fenced": "red", "open": "dim"}
 
 
@@ -38,11 +46,28 @@ def age(seconds: float) -> str:
     return f"{seconds // 3600:.0f}h{seconds % 3600 // 60:02.0f}m"
 
 
-def progress(text: str) -> Progress:
-    """Return a progress display for bytes."""
-    return Progress(
-        TextColumn(text, markup=False), BarColumn(), DownloadColumn(), TransferSpeedColumn(), console=console
-    )
+def json(value: object) -> None:
+    """Print a value as JSON."""
+    sys.stdout.write(msgspec.json.format(msgspec.json.encode(value), indent=2).decode() + "\n")
+
+
+def result(value: object, text: str, *, as_json: bool) -> None:
+    """Print what a command has found or done, for programs or for people."""
+    if as_json:
+        json(value)
+    else:
+        console.print(text, highlight=False, markup=False)
+
+
+def row(table: Table, *cells: RenderableType) -> None:
+    """Add a row of plain text: names may hold what looks like markup."""
+    table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in cells))
+
+
+def progress() -> Progress:
+    """Return a progress display for bytes, on a terminal only."""
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    return Progress(*columns, console=_progress, disable=not _progress.is_terminal)
 
 
 def status(status: Status) -> RenderableType:
@@ -62,7 +87,7 @@ def status(status: Status) -> RenderableType:
     if status.publishing_blocked:
         rows.append(("NOT PUBLISHING", status.publishing_blocked))
     for name, text in rows:
-        head.add_row(name, _plain(text))
+        row(head, name, text)
     return Group(head, "", generations(status.generations)) if status.generations else head
 
 
@@ -77,17 +102,14 @@ def generations(known: tuple[GenerationStatus, ...]) -> Table:
             bar = ProgressBar(total=one.bytes, completed=one.bytes_flushed, width=20)
         note = one.error or (one.waiting if one.state == "open" else "")
         colour = _COLOURS.get(one.state.value, "yellow")
-        table.add_row(
-            _plain(one.path),
+        row(
+            table,
+            one.path,
             str(one.step),
-            f"[{colour}]{one.state.value}[/]",
+            Text(one.state.value, colour),
             f"{size(one.bytes_flushed)}/{size(one.bytes)}",
             bar,
             age(one.age),
-            _plain(note),
+            note,
         )
     return table
-
-
-def _plain(text: str) -> str:
-    return text.replace("[", r"\[")
