@@ -1,5 +1,7 @@
 """Generations: presets of what frameworks write, where a generation lies, when a save of it is complete.
 
+Pure, no I/O and no clock:
+
     presets.py, catalog.py   the fields of a preset; the built-in presets, AUTO, select()
     placement.py             path -> generation, by names alone
     detector.py              the state machine over all open saves; actions.py is what it says and asks
@@ -7,5 +9,10 @@
     signals.py, verdict.py   which event is a signal; may this save close now?
     completeness.py          format checks of files and generations
 
-All of these are pure: no I/O, no clock.
+With effects, in the journal and in the pins:
+
+    tracker.py               feeds the mount's changes to the detector and carries out its actions; view.py shows it the
+                             tree
+    closing.py, early.py     pin a save at its close; pin finished files before it, so that their uploads start
+    stager.py                from closed to `staged`: sync and identity
 """

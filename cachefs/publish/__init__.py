@@ -1,10 +1,11 @@
 """Publication: from flushed shards to one compare-and-swap of the run's pointer. PROTOCOL.md is the specification.
 
-rules.py       pure: what the pointer may become, what a read-back proves, what an attempt needs next
-writes.py      the one place that sends conditional writes and resolves unclear ones
-ownership.py   the epoch of this process in each run; notices when another process takes over
-sealing.py     pure: member report, close record and manifest from journal records
-promotion.py   the pointer's move to a tested candidate
-steps.py       the effects of one attempt, one step at a time
-publisher.py   the background task
+rules.py        pure: what the pointer may become, what a read-back proves, what an attempt needs next
+writes.py       the one place that sends conditional writes and resolves unclear ones
+ownership.py    the epoch of this process in each run; notices when another process takes over
+sealing.py      pure: member report, close record and manifest from journal records
+restoretest.py  what a candidate must pass: formats, then every byte as the store holds it
+promotion.py    the pointer's move to a tested candidate
+steps.py        the effects of one attempt, one step at a time
+publisher.py    the background task
 """
