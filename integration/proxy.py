@@ -285,6 +285,11 @@ class Proxy:
             self._rules.append(rule)
         return rule
 
+    def end(self) -> None:
+        """End all rules."""
+        for rule in self._rules:
+            rule.end()
+
     def requests(self, operation: str = "", key: str = "") -> list[Request]:
         """Return the requests so far, in order of arrival."""
         with self._lock:

@@ -12,6 +12,7 @@ from integration.world import (
     SHARD,
     World,
     assert_same,
+    assert_written_once,
     attempts,
     await_state,
     history,
@@ -135,15 +136,6 @@ def test_every_conditional_write_survives_an_unclear_answer(world: World, harm: 
     assert not world.bucket.client.list_multipart_uploads(Bucket=world.bucket.bucket).get("Uploads")
     assert [pointer["kind"] for pointer in history(world.bucket, "run")] == ["grant", "promote"]
     world.verify(node, "run", saved)
-
-
-def assert_written_once(world: World) -> None:
-    """Every object of the attempts has exactly one version."""
-    keys = world.bucket.keys()
-    assert [key for key in keys if SHARD in key]
-    assert {key: len(world.bucket.versions(key)) for key in keys if "/attempts/" in key} == dict.fromkeys(
-        (key for key in keys if "/attempts/" in key), 1
-    )
 
 
 def test_a_storm_on_one_run_stops_no_other(world: World) -> None:

@@ -103,6 +103,13 @@ def assert_same(found: dict[str, bytes], saved: dict[str, bytes]) -> None:
     assert [path for path in found if found[path] != saved[path]] == []
 
 
+def assert_written_once(world: World) -> None:
+    """Check that every object of the attempts has exactly one version."""
+    keys = [key for key in world.bucket.keys("runs/") if "/attempts/" in key]
+    assert [key for key in keys if SHARD in key]
+    assert {key: len(world.bucket.versions(key)) for key in keys} == dict.fromkeys(keys, 1)
+
+
 def history(bucket: Bucket, run: str) -> list[dict[str, Any]]:
     """Return all pointers of a run, the oldest first, after checking that they are one line: each names the version it
     replaced, seq rises by one, epochs by grants only, and no version stands outside the line.

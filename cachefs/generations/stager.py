@@ -90,8 +90,11 @@ class Stager:
 
     def _sync_tree(self, path: bytes) -> None:
         """Sync the directories of a generation and those above it; they may have been removed by now."""
-        for _root, _directories, _files, fd in os.fwalk(path, dir_fd=self._tree_fd, follow_symlinks=False):
-            os.fsync(fd)
+        try:
+            for _root, _directories, _files, fd in os.fwalk(path, dir_fd=self._tree_fd, follow_symlinks=False):
+                os.fsync(fd)
+        except (FileNotFoundError, NotADirectoryError):
+            pass  # rotated away: the pins are what counts
         while path := path.rpartition(b"/")[0]:
             _sync_directory(path, self._tree_fd)
         os.fsync(self._tree_fd)
@@ -110,7 +113,7 @@ def _xxh3(fd: int) -> str:
 def _sync_directory(path: os.PathLike[str] | bytes, dir_fd: int | None) -> None:
     try:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=dir_fd)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return
     try:
         os.fsync(fd)
