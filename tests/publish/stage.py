@@ -126,6 +126,13 @@ class Member:
 
         self.journal.write_now(put)
 
+    def flush_open(self) -> None:
+        """Flush what an earlier process has opened."""
+        with self.journal.read() as txn:
+            opened = [a for a in txn.attempts.scan() if a.state is State.STAGED and a.opened_epoch is not None]
+        for attempt in opened if self.flushes else []:
+            self.flush(attempt.attempt)
+
     def _upload(self, shard: ShardRecord) -> ShardRecord:
         data = self.pins.path(shard.attempt, shard.shard).read_bytes()
         cut = [data[at : at + PART] for at in range(0, len(data), PART)] or [b""]
@@ -178,6 +185,7 @@ class Member:
             if until():
                 done.set()
 
+        self.flush_open()
         publisher = self.publisher(changed=changed, **given)
         try:
             async with trio.open_nursery() as nursery:

@@ -1,0 +1,176 @@
+"""Epochs: taken once per process, lost to others, never bootstrapped again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import trio
+
+from cachefs.errors import CorruptError, FencedError
+from cachefs.formats.codec import encode
+from cachefs.formats.keys import Keys
+from cachefs.formats.records import RunRecord, State
+from cachefs.publish import rules as pointer_rules
+from cachefs.restore.reader import read_pointer
+from cachefs.store.base import Condition
+from cachefs.store.memory import MemoryStore, _Version
+from tests.conftest import DeclaredWarnings
+from tests.publish.stage import RUN, Member, memory
+from tests.store.faults import FaultyStore, Rule, denied, ends, lost_answer, rules, throttled
+
+Members = Callable[..., Member]
+
+
+def run_record(member: Member) -> RunRecord:
+    with member.journal.read() as txn:
+        record = txn.runs.get(RUN)
+    assert record is not None
+    return record
+
+
+def pointer(member: Member) -> Any:
+    seen = read_pointer(member.inner, member.keys, RUN)
+    assert seen is not None
+    return seen.pointer
+
+
+def hide_pointer(member: Member) -> None:
+    """Put a delete marker on the pointer, past the store's door that lets nobody do that."""
+    store = member.inner
+    assert isinstance(store, MemoryStore)
+    order = store._next()
+    store._insert(member.keys.pointer(RUN), _Version(order, f"v{order:06d}", 0.0))
+
+
+async def test_each_process_takes_one_epoch(members: Members) -> None:
+    """I9."""
+    member = members()
+    first = member.ownership()
+    assert [await first.acquire(RUN), await first.acquire(RUN)] == [1, 1]
+    second = member.ownership()
+    assert await second.acquire(RUN) == 2
+    assert run_record(member).owner == second.owner != first.owner
+    assert pointer(member).seq == 2
+
+
+async def test_callers_at_the_same_time_share_one_grant(members: Members) -> None:
+    member = members()
+    ownership = member.ownership()
+    async with trio.open_nursery() as nursery:
+        for _ in range(5):
+            nursery.start_soon(ownership.acquire, RUN)
+    assert pointer(member).epoch == 1
+
+
+async def test_an_open_grant_is_found_again(members: Members, declared_warnings: DeclaredWarnings) -> None:
+    """The answer to the grant is lost, and then the credentials are refused: the next try finds the grant."""
+    store = FaultyStore(memory(), rules(Rule("put", lost_answer), Rule("get", denied, nth=2)))
+    member = members(store)
+    ownership = member.ownership()
+    with pytest.raises(Exception, match="AccessDenied"):
+        await ownership.acquire(RUN)
+    assert await ownership.acquire(RUN) == 1
+    assert pointer(member).seq == 1
+
+
+async def test_a_hidden_pointer_halts_the_run(members: Members, declared_warnings: DeclaredWarnings) -> None:
+    """Race 8: with and without a journal that knows the run, and healed by removing the marker."""
+    declared_warnings("publication waits")
+    member = members()
+    member.save("step-1", 1)
+    await member.publish()
+    hide_pointer(member)
+    stranger = members(member.inner, name="n2")
+    for owner in (member.ownership(), stranger.ownership()):
+        with pytest.raises(CorruptError, match=r"hidden by a delete marker"):
+            await owner.acquire(RUN)
+    waiting = member.save("step-2", 2)
+    await member.publish(until=lambda: bool(member.attempt(waiting).error))
+    assert "delete marker" in member.attempt(waiting).error
+    entries = list(member.inner.list_versions(member.keys.pointer(RUN)))
+    assert [entry.is_marker for entry in entries] == [True, False, False]
+    member.inner.delete_version(entries[0].key, entries[0].version_id)
+    await member.publish()
+    assert member.generations() == ["step-1", "step-2"]
+
+
+async def test_a_pointer_older_than_the_journal_halts_the_run(members: Members) -> None:
+    member = members()
+    await member.ownership().acquire(RUN)
+    member.journal.write_now(lambda txn: txn.runs.put(RUN, RunRecord(RUN, epoch=7)))
+    with pytest.raises(CorruptError, match="epoch 1, but this daemon has held epoch 7"):
+        await member.ownership().acquire(RUN)
+
+
+async def test_the_watch_fences_a_lost_run(members: Members, declared_warnings: DeclaredWarnings) -> None:
+    declared_warnings("run fenced")
+    member = members()
+    ownership = member.ownership(poll=10)
+    await ownership.acquire(RUN)
+    other = members(member.inner, name="n2").ownership()
+    await other.acquire(RUN)
+    with trio.move_on_after(25):
+        await ownership.watch()
+    assert run_record(member).fenced_by == f"{other.owner} (epoch 2)"
+    with pytest.raises(FencedError, match="n2/"):
+        await ownership.acquire(RUN)
+    assert pointer(member).owner == other.owner, "a fenced process does not take the run back"
+    again = member.ownership()
+    assert await again.acquire(RUN) == 3
+    assert run_record(member).fenced_by == ""
+
+
+async def test_a_failing_look_is_shown_and_fences_nothing(
+    members: Members, declared_warnings: DeclaredWarnings
+) -> None:
+    declared_warnings("cannot check the pointer")
+    store = FaultyStore(memory())
+    member = members(store)
+    ownership = member.ownership(poll=10)
+    await ownership.acquire(RUN)
+    store.plan = rules(Rule("get", throttled, key=ends("pointer.json"), nth=0))
+    with trio.move_on_after(25):
+        await ownership.watch()
+    assert "SlowDown" in ownership.problems[RUN]
+    assert run_record(member).fenced_by == ""
+    store.plan = rules()
+    with trio.move_on_after(25):
+        await ownership.watch()
+    assert ownership.problems == {}
+
+
+async def test_a_stale_owner_cannot_publish(members: Members, declared_warnings: DeclaredWarnings) -> None:
+    """Race 2: another process is granted the run between this one's check and its write. It stops; its data stays."""
+    declared_warnings("run fenced")
+
+    def taken_over(request: Callable[[], Any]) -> Any:
+        seen = read_pointer(store.inner, Keys(), RUN)
+        assert seen is not None
+        grant = pointer_rules.grant(RUN, seen, owner="n2/other", nonce="other", at="")
+        key = Keys().pointer(RUN)
+        store.inner.put(key, encode(grant), condition=Condition(if_match=seen.etag))
+        return request()
+
+    store = FaultyStore(memory(), rules(Rule("put", taken_over, key=ends("pointer.json"), nth=2)))
+    member = members(store)
+    attempt = member.save("step-1", 1)
+    ownership = member.ownership(poll=1e9)
+    async with trio.open_nursery() as nursery:
+        await nursery.start(member.publisher(ownership=ownership).run)
+        while not ownership.fenced_by(RUN):  # noqa: ASYNC110  (the record is what is waited for)
+            await trio.sleep(1)
+        later = member.save("step-2", 2)
+        await trio.sleep(100)
+        nursery.cancel_scope.cancel()
+    assert run_record(member).fenced_by == "n2/other (epoch 2)"
+    assert member.generations() == []
+    assert member.attempt(attempt).state is State.TESTED
+    assert member.attempt(later).opened_epoch is None, "a fenced run sends nothing"
+    assert len(member.pins.shards(attempt)) == 3
+    member = member.restart()
+    await member.publish()
+    assert member.generations() == ["step-1", "step-2"]
+    assert pointer(member).epoch == 3
+    member.close()
