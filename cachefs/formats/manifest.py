@@ -82,19 +82,19 @@ class Open(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ordinal: int
     owner: str
     members: tuple[str, ...]
-    preset: str
     kind: Literal["directory", "file"]
     opened_at: str
     format: Literal[1] = FORMAT
 
 
 class Close(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`close.json`: a member saw the close signal."""
+    """`close.json`: a member saw the close signal; `preset` is the one that knew it, and decides the format checks."""
 
     run: str
     generation: str
     attempt: str
     member: str
+    preset: str
     signal: str
     closed_at: str
     format: Literal[1] = FORMAT

@@ -76,13 +76,12 @@ class Handles:
     def _back(self, fd: int, handle: Handle) -> None:
         node = handle.node
         stat = os.fstat(fd)
-        if stat.st_mode & 0o6000 or (node.backing and node.backing_ino != stat.st_ino):
+        if stat.st_mode & 0o6000 and not node.backing:
             handle.direct = True
             return
         handle.backing = self._passthrough.open(fd, node.backing)
         if handle.backing:
             node.backing = handle.backing
-            node.backing_ino = stat.st_ino
             node.backed += 1
 
     def remove(self, fh: int) -> Handle:

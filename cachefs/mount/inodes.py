@@ -25,7 +25,6 @@ class Node:
     __slots__ = (
         "backed",
         "backing",
-        "backing_ino",
         "children",
         "dir_fd",
         "fresh",
@@ -54,8 +53,7 @@ class Node:
         """Descriptors of the open handles."""
         self.writers = 0
         self.backing = 0
-        """The kernel's backing id of the file, 0 for none; `backed` handles use it, and it stands for `backing_ino`."""
-        self.backing_ino = 0
+        """The kernel's backing id of the file, 0 for none; `backed` handles use it."""
         self.backed = 0
         self.pins = 0
         """How many of its links were pins when it was last looked at."""

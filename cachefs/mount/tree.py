@@ -118,7 +118,9 @@ class Tree:
         """Free a node's inode from its pins before its bytes change; return whether that took a wait.
 
         A file that is about to be emptied gets a fresh inode at once, and the pins keep the old one. Otherwise, or when
-        the file has several names, the pins move to a copy, in a thread.
+        the file has several names, the pins move to a copy, in a thread. A node whose old inode the kernel reads and
+        writes for others cannot get another one: its name becomes that of a new node, and the caller is sent back to
+        look the name up again (ESTALE, which the kernel does by itself); the others keep the file they opened.
         """
         if (event := self._releasing.get(node.id)) is not None:
             await event.wait()
@@ -127,7 +129,11 @@ class Tree:
             return False
         stat = self.stat(node)
         if emptied and node.names and stat.st_nlink - node.pins == 1:
-            self._renew(node, stat)
+            ino = self._renew(node, stat)
+            if node.backed:
+                self.table.removed(*node.names[-1], last=True)
+                raise OSError(errno.ESTALE, "the name belongs to another file now")
+            self._rebind(node, ino)
             return False
         event = self._releasing[node.id] = trio.Event()
         try:
@@ -137,7 +143,8 @@ class Tree:
             event.set()
         return True
 
-    def _renew(self, node: Node, stat: os.stat_result) -> None:
+    def _renew(self, node: Node, stat: os.stat_result) -> int:
+        """Put an empty file with the same attributes in the place of a node's; return its inode number."""
         dir_fd, name = self.table.at(node)
         scratch = self._scratch / f"fresh-{node.id}"
         fd = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -159,7 +166,11 @@ class Tree:
             raise
         finally:
             os.close(fd)
+        return ino
+
+    def _rebind(self, node: Node, ino: int) -> None:
         self.table.rebind(node, ino)
         node.pins = 0
         node.fresh = True
+        dir_fd, name = self.table.at(node)
         self.handles.repoint(node, name, dir_fd)

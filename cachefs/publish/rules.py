@@ -69,7 +69,7 @@ def promote(
     if old.published is not None and candidate.order <= old.published.order:
         return Refused(
             f"superseded: step {candidate.order.step} is not newer than the published step "
-            f"{old.published.order.step} ({old.published.generation}); roll the run back first to publish older steps"
+            f"{old.published.order.step} ({old.published.generation}): an older step never replaces a newer one"
         )
     return msgspec.structs.replace(
         old,

@@ -59,7 +59,6 @@ def opening(attempt: AttemptRecord, *, epoch: int, ordinal: int, owner: str, mem
         ordinal=ordinal,
         owner=owner,
         members=tuple(sorted(members)),
-        preset=attempt.preset,
         kind=attempt.kind,
         opened_at=rfc3339(attempt.opened_at),
     )
@@ -80,6 +79,7 @@ def closing(attempt: AttemptRecord, member: str) -> Close:
         generation=attempt.generation,
         attempt=attempt.attempt,
         member=member,
+        preset=attempt.preset,
         signal=attempt.signal,
         closed_at=rfc3339(attempt.closed_at if attempt.closed_at is not None else attempt.opened_at),
     )
@@ -135,7 +135,7 @@ def _shard(record: ShardRecord, member: str) -> Shard:
 
 
 def manifest(
-    opened: Open, reports: Sequence[tuple[MemberReport, Pin]], *, epoch: int, owner: str, sealed_at: str
+    opened: Open, closed: Close, reports: Sequence[tuple[MemberReport, Pin]], *, epoch: int, owner: str, sealed_at: str
 ) -> Manifest:
     """Return the manifest of an attempt from the reports of exactly the members that `open.json` declares.
 
@@ -160,7 +160,7 @@ def manifest(
         order=Order(step=opened.step, epoch=opened.epoch, ordinal=opened.ordinal),
         epoch=epoch,
         owner=owner,
-        preset=opened.preset,
+        preset=closed.preset,
         members=tuple(sorted((ReportPin(r.member, pin) for r, pin in reports), key=lambda entry: entry.member)),
         shards=tuple(sorted((s for r in parts for s in r.shards), key=lambda shard: shard.paths)),
         symlinks=tuple(sorted({s for r in parts for s in r.symlinks}, key=lambda link: link.path)),

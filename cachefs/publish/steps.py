@@ -14,7 +14,7 @@ import msgspec
 from cachefs import clock
 from cachefs.errors import CorruptError, NotFoundError, PendingError, RestoreTestFailed
 from cachefs.formats.codec import decode
-from cachefs.formats.manifest import Manifest, MemberReport, Open, Order, Pin
+from cachefs.formats.manifest import Close, Manifest, MemberReport, Open, Order, Pin
 from cachefs.formats.pointer import Published
 from cachefs.formats.records import AttemptRecord, RunRecord, State
 from cachefs.journal import Journal, Txn
@@ -109,11 +109,13 @@ class Steps:
             published = await promotion.published_since(writes, run, seen, attempt.attempt, attempt.sealed_epoch)
             if published is not None:
                 return await self._published(writes, attempt, published)
-        opened, reports = await self._collect(writes, attempt)
+        opened, closed, reports = await self._collect(writes, attempt)
         with self._journal.read() as txn:
             shards = txn.shards_of(attempt.attempt)
         with _condemns("manifest"):
-            ours = sealing.manifest(opened, reports, epoch=epoch, owner=self._who.owner, sealed_at=self._who.at())
+            ours = sealing.manifest(
+                opened, closed, reports, epoch=epoch, owner=self._who.owner, sealed_at=self._who.at()
+            )
             await writes.hop(
                 check_pinned, self._completeness, ours, self._pins, shards, writes.store, ranges=self._settings.ranges
             )
@@ -123,9 +125,12 @@ class Steps:
         await self._moved(attempt, state=State.SEALED, manifest=pin, sealed_epoch=epoch)
         return None
 
-    async def _collect(self, writes: Writes, attempt: AttemptRecord) -> tuple[Open, list[tuple[MemberReport, Pin]]]:
-        """Return the open record and the reports of its members, as they stand in the store."""
+    async def _collect(
+        self, writes: Writes, attempt: AttemptRecord
+    ) -> tuple[Open, Close, list[tuple[MemberReport, Pin]]]:
+        """Return the open and close records and the reports of the members, as they stand in the store."""
         opened, _ = await self._small(writes, writes.keys.open(attempt.run, attempt.attempt), Open)
+        closed, _ = await self._small(writes, writes.keys.close(attempt.run, attempt.attempt), Close)
         reports: list[tuple[MemberReport, Pin]] = []
         missing: list[str] = []
         for member in opened.members:
@@ -136,7 +141,7 @@ class Steps:
                 missing.append(member)
         if missing:
             raise PendingError(f"waits for the reports of {', '.join(missing)}")
-        return opened, reports
+        return opened, closed, reports
 
     async def _small(self, writes: Writes, key: str, kind: type[T]) -> tuple[T, Pin]:
         found = await writes.read(writes.store.get, key)
@@ -177,9 +182,7 @@ class Steps:
         await self._published(writes, attempt, outcome)
 
     async def _published(self, writes: Writes, attempt: AttemptRecord, published: Published) -> None:
-        # Whatever the journal says by now: the pointer names it, and that was read back.
-        changes = {"published_at": clock.now(), "manifest": published.manifest, "error": "", "retries": 0}
-        await self._journal.write(lambda txn: txn.update_attempt(attempt.attempt, state=State.PUBLISHED, **changes))
+        await self._journal.write(lambda txn: _published(txn, attempt.attempt, published))
         await self.release(writes, attempt.run)
 
     async def release(self, writes: Writes, run: str) -> None:
@@ -221,6 +224,19 @@ def _opened(txn: Txn, attempt: AttemptRecord, standing: Open, epoch: int) -> Non
         ordinal = max(record.ordinal, standing.ordinal)
         txn.runs.put(attempt.run, msgspec.structs.replace(record, ordinal=ordinal))
     update(txn, attempt.attempt, opened_epoch=standing.epoch, ordinal=standing.ordinal, error="", retries=0)
+
+
+def _published(txn: Txn, attempt: str, published: Published) -> None:
+    """Record a publication, also of an attempt that was abandoned meanwhile: the pointer decides, and was read back."""
+    if txn.attempts.get(attempt) is not None:
+        txn.update_attempt(
+            attempt,
+            state=State.PUBLISHED,
+            published_at=clock.now(),
+            manifest=published.manifest,
+            error="",
+            retries=0,
+        )
 
 
 def _forget_shards(txn: Txn, attempts: list[str]) -> None:

@@ -54,7 +54,7 @@ def report(member: str, *paths: str, attempt: AttemptRecord = ATTEMPT) -> tuple[
 
 
 def seal(*reports: tuple[MemberReport, Pin], opened: Open = OPEN) -> Any:
-    return sealing.manifest(opened, reports, epoch=4, owner="n1/y", sealed_at="now")
+    return sealing.manifest(opened, sealing.closing(ATTEMPT, "n1"), reports, epoch=4, owner="n1/y", sealed_at="now")
 
 
 @given(st.permutations(["a", "b", "c/d"]))
