@@ -139,9 +139,10 @@ async def _handle(data: bytes, handler: Handler, peer: Peer) -> Answer:
 def find(path: Path) -> tuple[Path, Path]:
     """Return the control socket of the daemon that serves the mount `path` lies in, and the mountpoint.
 
-    `path` need not exist; it is free of symbolic links. Raises NotFoundError when no cachefs is mounted above it.
+    `path` need not exist. Raises NotFoundError when no cachefs is mounted above it.
     """
-    for above in (path, *path.parents):
+    place = Path(os.path.realpath(path))
+    for above in (place, *place.parents):
         if os.path.ismount(above):
             try:
                 return Path(os.fsdecode(os.getxattr(above, _ATTRIBUTE))), above

@@ -24,6 +24,7 @@ from cachefs.flush.loose import LooseMirror
 from cachefs.flush.uploader import Flusher, FlushSettings
 from cachefs.formats.keys import Keys
 from cachefs.formats.manifest import Manifest, Shard
+from cachefs.formats.records import State
 from cachefs.gate import Gate, MeteredHop
 from cachefs.gauges import Gauges
 from cachefs.generations.catalog import select
@@ -51,6 +52,8 @@ from cachefs.store.open import open_store
 
 _log = structlog.get_logger(__name__)
 RESTORE_WORKERS = 4
+_LOOK = 0.2
+"""Seconds after which a drain looks again at what only time changes."""
 SPARE_REQUESTS = 8
 """Requests beside those of the uploads: pointers, manifests, listings."""
 
@@ -119,7 +122,6 @@ class Daemon:
         if config.publish:
             self._gate.try_now()
         self._threads = requests
-        self._draining = False
         self._stop_drain = trio.CancelScope()
 
     async def serve(self, ready: Callable[[], None]) -> None:
@@ -177,11 +179,12 @@ class Daemon:
             is_loose=lambda path: placer.place(path) is None,
         )
         self._publisher: Publisher | None = None
+        self._detector = Detector(placer, open_deadline=config.close_deadline)
         self._tracker = Tracker(
             self._journal,
             self._pins,
             staging.tree_fd,
-            Detector(placer, open_deadline=config.close_deadline),
+            self._detector,
             placer,
             self._keys,
             member=config.member,
@@ -300,26 +303,36 @@ class Daemon:
         """The first signal unmounts and drains; the second one stops at once."""
         with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
             task_status.started()
+            stopping = False
             async for number in signals:
                 _log.info("stopping", signal=signal.Signals(number).name)
-                if self._draining:
+                if stopping:
                     self._stop_drain.cancel()
-                self._draining = True
-                self._session.terminate()
+                stopping = True
+                await self._session.leave()
 
     async def _drain(self) -> None:
-        self._draining = True
         if not self._config.publish:
             return
+        end = clock.monotonic() + self._config.drain_timeout
         with self._stop_drain, trio.move_on_after(self._config.drain_timeout):
             notify.extend_timeout(self._config.drain_timeout)
-            while self._reporter.unpublished():
-                await self._journal.wait_changed()
+            while self._reporter.unpublished() or self._closing_before(end):
+                with trio.move_on_after(_LOOK):
+                    await self._journal.wait_changed()
+
+    def _closing_before(self, end: float) -> bool:
+        """Return whether a save is complete but for a quiet time that ends in time: nobody can write to it any more."""
+        deadline = self._detector.next_deadline()
+        return deadline is not None and deadline < end
 
     def _report_pending(self) -> None:
         with self._journal.read() as txn:
             waiting = [a for a in txn.attempts.scan() if a.closed_at is not None and not a.state.final]
             shards = [s for a in waiting for s in txn.shards_of(a.attempt) if s.pin is None]
+            unfinished = [a.path for a in txn.attempts.scan() if a.closed_at is None and a.state is State.OPEN]
+        if unfinished:
+            _log.warning("saves are left open: no close signal came", saves=len(unfinished), first=unfinished[0])
         if waiting and self._config.publish:
             size = sum(shard.identity.size for shard in shards)
             raise PendingError(

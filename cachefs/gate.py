@@ -12,7 +12,7 @@ import structlog
 import trio
 
 from cachefs import clock
-from cachefs.errors import CachefsError, ProbeError, StoreError, UnavailableError
+from cachefs.errors import CachefsError, DeniedError, NotFoundError, ProbeError, StoreError, UnavailableError
 from cachefs.metrics import Metrics
 from cachefs.store.base import ObjectStore
 from cachefs.store.hop import Threads
@@ -23,6 +23,16 @@ RETRY = 1.0
 RETRY_MOST = 30.0
 """Seconds until a store that gives no answer is probed again: at first, and at most."""
 _log = structlog.get_logger(__name__)
+
+
+def check(store: ObjectStore) -> None:
+    """Check that a store is there and can be used; an error names it. Blocks."""
+    try:
+        store.check()
+    except (NotFoundError, DeniedError) as error:
+        reason = str(error).removeprefix(f"{store.url}: ")
+        hint = error.hint or "does it exist, in this region, and do these credentials allow it?"
+        raise type(error)(f"{store.url}: {reason}", hint=hint) from error
 
 
 class Gate:
@@ -42,7 +52,7 @@ class Gate:
         does not answer is no reason: the mount absorbs writes, and the probe is repeated until there is an answer.
         """
         try:
-            self._store.check()
+            check(self._store)
             report = probe(self._store)
         except UnavailableError as error:
             self.blocked = f"the store does not answer: {error}"

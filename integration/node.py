@@ -71,6 +71,15 @@ class Node:
         await_condition(self._serves, f"{self.mnt} serves")
         return self
 
+    def refuses_to_start(self, *extra: str) -> tuple[int, str]:
+        """Start the daemon, which must fail before the mount serves; return its exit code and what it said."""
+        done = subprocess.run(
+            self.command(*extra), env=self.environ, capture_output=True, text=True, timeout=PATIENCE, check=False
+        )
+        assert "Traceback" not in done.stderr, done.stderr
+        assert not os.path.ismount(self.mnt)
+        return done.returncode, done.stderr
+
     def _serves(self) -> bool:
         assert self.process is not None
         if self.process.poll() is not None:

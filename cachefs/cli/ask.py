@@ -89,13 +89,12 @@ def _mountpoint(given_path: Path | None) -> Path:
     if given_path is None:
         found = given(None, os.environ, {}).get("mountpoint")
         given_path = found if isinstance(found, Path) else Path.cwd()
-    return Path(os.path.realpath(given_path))
+    return given_path
 
 
 def _inside(path: Path) -> tuple[Path, str]:
-    place = Path(os.path.realpath(path))  # what a link like `latest` names is meant; the rest need not exist
-    socket, mountpoint = control.find(place)
-    inside = os.path.relpath(place, mountpoint)
+    socket, mountpoint = control.find(path)
+    inside = os.path.relpath(os.path.realpath(path), mountpoint)  # what a link like `latest` names is meant
     if inside == ".":
         raise InvalidError(f"{path} is the mountpoint itself", hint="name a generation below it")
     return socket, to_text(os.fsencode(inside))

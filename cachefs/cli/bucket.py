@@ -13,6 +13,7 @@ from cachefs.cli.options import STORE_KEYS, ConfigFile, settings, with_config
 from cachefs.cli.show import AsJson
 from cachefs.errors import CorruptError, InvalidError
 from cachefs.formats.keys import Keys
+from cachefs.gate import check
 from cachefs.restore.files import restore as restore_files
 from cachefs.restore.listing import runs as list_runs
 from cachefs.restore.reader import Entry, find, history, load_manifest
@@ -37,7 +38,7 @@ def _store(config: Path | None, flags: dict[str, Any], workers: int = 8) -> tupl
         region=found.get("region"),
         connections=workers + 2,
     )
-    store.check()
+    check(store)
     return store, Keys(store.prefix)
 
 

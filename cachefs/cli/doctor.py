@@ -13,6 +13,7 @@ import msgspec
 from rich.table import Table
 from rich.text import Text
 
+from cachefs import gate
 from cachefs.cli import show
 from cachefs.cli.options import ConfigFile, settings, with_config
 from cachefs.cli.show import AsJson
@@ -98,7 +99,7 @@ def _staging(path: Path) -> Finding:
 def _store(found: dict[str, Any]) -> Iterator[Finding]:
     try:
         store = open_store(found["store"], endpoint_url=found.get("endpoint_url"), region=found.get("region"))
-        store.check()
+        gate.check(store)
     except CachefsError as error:
         yield Finding("store", str(error), error)
         return

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Annotated, Any
+from functools import partial
+from typing import Annotated, Any, TextIO
 
 import typer
 
@@ -23,18 +24,22 @@ def mount(
 ) -> None:
     """Mount MOUNTPOINT and publish the checkpoints that are written there."""
     settings = complete(config, flags)
+    ready = None
     if background:
-        _detach(os.path.abspath(log_file))
-    log.configure(settings.log_level, settings.log_format)
-    raise typer.Exit(daemon.run(settings, ready=_ready if background else None))
+        target, parent = _detach(os.path.abspath(log_file))
+        log.configure(settings.log_level, settings.log_format, stream=target)
+        ready = partial(_ready, target, parent)
+    else:
+        log.configure(settings.log_level, settings.log_format)
+    raise typer.Exit(daemon.run(settings, ready=ready))
 
 
-_pipe = -1
+def _detach(log_file: str) -> tuple[TextIO, int]:
+    """Fork; the parent waits until the child serves or fails, and exits with its exit code.
 
-
-def _detach(log_file: str) -> None:
-    """Fork; the parent waits until the child serves or fails, and exits with its exit code."""
-    global _pipe
+    Return the open log file, and the descriptor by which `_ready` tells the parent. Errors of the start still go to the
+    terminal.
+    """
     reader, writer = os.pipe()
     child = os.fork()
     if child:
@@ -45,7 +50,6 @@ def _detach(log_file: str) -> None:
     os.close(reader)
     os.setsid()
     os.chdir("/")  # the directory it was started in may go
-    _pipe = writer
     try:
         target = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o640)
     except OSError as error:
@@ -53,15 +57,11 @@ def _detach(log_file: str) -> None:
     null = os.open("/dev/null", os.O_RDONLY)
     os.dup2(null, 0)
     os.dup2(target, 1)
-    # Errors of the start still go to the terminal; the log follows once the mount serves.
-    _detach_later.append(target)
+    return os.fdopen(target, "w", buffering=1), writer
 
 
-_detach_later: list[int] = []
-
-
-def _ready() -> None:
+def _ready(target: TextIO, parent: int) -> None:
     sys.stderr.flush()
-    os.dup2(_detach_later.pop(), 2)
-    os.write(_pipe, b"1")
-    os.close(_pipe)
+    os.dup2(target.fileno(), 2)
+    os.write(parent, b"1")
+    os.close(parent)

@@ -10,6 +10,7 @@ import subprocess
 from pathlib import Path
 
 import pyfuse3
+import trio
 
 from cachefs.errors import MountpointError
 from cachefs.formats.names import to_text
@@ -18,6 +19,8 @@ from cachefs.mount.tree import Tree
 
 TYPE = "fuse.cachefs"
 """The file system type that `mount` and /proc/self/mountinfo show."""
+GRACE = 1.0
+"""Seconds that an unmounted file system serves the files still open."""
 
 
 def mounted_type(mountpoint: Path) -> str | None:
@@ -129,12 +132,22 @@ class Session:
         self._mounted = True
 
     async def serve(self) -> None:
-        """Answer requests until the file system is unmounted or `terminate` is called."""
+        """Answer requests until the file system is unmounted."""
         await pyfuse3.main()
 
-    def terminate(self) -> None:
-        """Let `serve` return after the requests being answered."""
-        pyfuse3.terminate()
+    async def leave(self) -> None:
+        """Unmount, so that `serve` returns once what was asked before is answered; harmless when it has returned.
+
+        Whoever still has files open gets errors after a moment.
+        """
+        if self._mounted:
+            try:
+                await trio.to_thread.run_sync(unmount, self._mountpoint)
+            except MountpointError:
+                pass  # `stop` tries again
+            await trio.sleep(GRACE)
+        if self._mounted:  # afterwards the library would touch freed memory
+            pyfuse3.terminate()
 
     def stop(self) -> None:
         """Unmount, if it is not already; open files then get ENOTCONN."""
