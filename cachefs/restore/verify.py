@@ -1,7 +1,7 @@
 """Verify all shards of a manifest in place: nothing is written anywhere.
 
 Level `checksum` compares size and SHA-256 that the store itself reports, and reads the bytes of what the store keeps no
-SHA-256 of. Level `bytes` reads and hashes every byte here, so it also finds what a store does not know about its disks.
+SHA-256 of. Level `bytes` also reads and hashes every byte here, so it finds what a store does not know about its disks.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ def verify_shard(
     store: StoreReads, shard: Shard, level: Level, progress: Progress = silent, *, ranges: bool = True
 ) -> None:
     """Verify one shard. Raises CorruptError that names it, and the store's errors."""
-    if level == "checksum" and check_object(store, shard):
+    reported = check_object(store, shard)
+    if level == "checksum" and reported:
         progress(shard.pin.size)
     else:
         read_shard(store, shard, lambda _offset, data: progress(len(data)), ranges=ranges)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -18,9 +19,12 @@ from cachefs.formats.pointer import Pointer, Published
 from cachefs.formats.records import AttemptRecord, State
 from cachefs.publish.rules import effective_state
 from cachefs.publish.sealing import OpenSource
-from cachefs.restore.reader import read_pointer
+from cachefs.restore.files import restore
+from cachefs.restore.listing import runs
+from cachefs.restore.reader import find, load_manifest, read_pointer
 from cachefs.restore.verify import verify
 from cachefs.store.base import CREATE_ONLY, Condition
+from cachefs.store.directory import DirectoryStore
 from tests.conftest import DeclaredWarnings
 from tests.publish.stage import FILES, RUN, TREE, Member, memory
 from tests.store.faults import (
@@ -78,6 +82,22 @@ async def test_every_object_says_what_it_should(members: Members) -> None:
     assert (pointer.kind, pointer.seq, pointer.epoch) == ("promote", 2, 1)
     versions = [entry.key for entry in member.inner.list_versions(keys.attempt(RUN, attempt))]
     assert len(versions) == len(set(versions)) == 8
+
+
+async def test_publishes_to_a_directory_and_restores_from_it(members: Members, tmp_path: Path) -> None:
+    (tmp_path / "store").mkdir()
+    store = DirectoryStore(str(tmp_path / "store"))
+    member = members(store)
+    member.save("step-1", 1, **TREE)
+    member.save("step-2", 2)
+    await member.publish()
+    assert [run.name for run in runs(store, member.keys)] == [RUN]
+    for generation in ("step-1", None):
+        published = find(store, member.keys, RUN, generation)
+        restored = restore(store, load_manifest(store, RUN, published), tmp_path / "out")
+        assert (restored.path / "model.bin").read_bytes() == FILES["model.bin"]
+    assert (tmp_path / "out/latest").read_bytes() == b"step-1\n"
+    assert (tmp_path / "out/step-1/link").readlink() == Path("model.bin")
 
 
 async def test_every_write_is_conditional_and_nothing_is_deleted(members: Members) -> None:
@@ -387,6 +407,26 @@ async def test_a_damaged_read_of_the_manifest_is_noticed(members: Members, decla
     attempt = member.save("step-1", 1)
     await member.publish()
     assert "does not have the bytes that were pinned" in member.attempt(attempt).error
+
+
+# decisions of others meanwhile
+
+
+@pytest.mark.parametrize(("write", "state"), [("test.json", State.ABANDONED), ("pointer.json", State.PUBLISHED)])
+async def test_abandoned_by_another_part_meanwhile(members: Members, write: str, state: State) -> None:
+    """Before the promotion that stops the attempt; once the pointer names it, it is published, whatever was wished."""
+    store = FaultyStore(memory())
+    member = members(store)
+    attempt = member.save("step-1", 1)
+
+    def abandon(request: Callable[[], Any]) -> Any:
+        member.journal.write_now(lambda txn: txn.update_attempt(attempt, state=State.ABANDONED, error="by hand"))
+        return request()
+
+    store.plan = rules(Rule("put", abandon, key=ends(write), nth=2 if write == "pointer.json" else 1))
+    await member.publish()
+    assert member.attempt(attempt).state is state
+    assert member.generations() == (["step-1"] if state is State.PUBLISHED else [])
 
 
 # cancelling
