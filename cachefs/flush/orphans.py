@@ -18,12 +18,12 @@ T = TypeVar("T")
 
 
 def known_uploads(journal: Journal) -> set[str]:
-    """Return the upload ids that will be taken up again."""
+    """Return the upload ids that will be taken up again; a fence of an earlier process ends with it."""
     with journal.read() as txn:
         return {
             shard.upload_id
             for attempt in txn.attempts.scan()
-            if uploads(attempt, txn.runs.get(attempt.run))
+            if uploads(attempt, None)
             for shard in txn.shards_of(attempt.attempt)
             if shard.upload_id and shard.pin is None
         }

@@ -33,11 +33,19 @@ def current(txn: Txn, record: ShardRecord) -> ShardRecord:
     """Return the record of an upload as it is now. Raises Dropped when the journal wants something else."""
     found = txn.shard(record.attempt, record.shard)
     attempt = txn.attempts.get(record.attempt)
-    if found is None or attempt is None or attempt.state not in (State.OPEN, State.STAGED):
+    if found is None or attempt is None or not plan.uploads(attempt, txn.runs.get(attempt.run)):
         raise Dropped
     if not plan.same_upload(found, record):
         raise Dropped
     return found
+
+
+def forget(record: ShardRecord, txn: Txn) -> None:
+    """Forget an upload that was aborted, where the file may be sent again: a fenced run may be taken back."""
+    found = txn.shard(record.attempt, record.shard)
+    if found is not None and found.upload_id == record.upload_id:
+        txn.drop_parts(found)
+        txn.put_shard(msgspec.structs.replace(found, upload_id=""))
 
 
 def fit(records: Iterable[ShardRecord], part_size: int, txn: Txn) -> None:

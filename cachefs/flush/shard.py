@@ -77,13 +77,17 @@ class Upload:
 
     async def abort(self) -> None:
         """Abort the upload in parts, if there is one; insists until the store has answered, wanted or not."""
-        done = not self.record.upload_id
+        if not self.record.upload_id:
+            return
+        done = False
         while not done:
             try:
                 await self._insist(self._doors.store.abort_multipart, self.record.key, self.record.upload_id)
                 done = True
             except Dropped:  # by the journal, while a failure was noted in it
                 continue
+        await self._doors.journal.write(partial(progress.forget, self.record))
+        self.record = msgspec.structs.replace(self.record, upload_id="")
 
     # one request
 
@@ -95,6 +99,7 @@ class Upload:
                     whole = xxhash.xxh3_128()
                     digest = await doors.hop(read_part, doors.pins, record, part, buffer, whole)
                     self._check(whole)
+                    self._ask()
                     info = await create_only(
                         doors.store, doors.hop, record.key, buffer, write_id=record.shard, sha256=digest
                     )
@@ -140,8 +145,6 @@ class Upload:
     async def _start_over(self, error: NoSuchUpload) -> None:
         await self.abort()
         await self._failed(error)
-        self.record = msgspec.structs.replace(self.record, upload_id="")
-        await self._change(upload_id="")
 
     def _journaled(self) -> list[PartRecord]:
         with self._doors.journal.read() as txn:
@@ -191,6 +194,7 @@ class Upload:
                     if held is not None and held.sha256 == digest:
                         sent[part.number] = held
                         break
+                    self._ask()
                     etag = await doors.hop(
                         doors.store.upload_part, record.key, record.upload_id, part.number, buffer, sha256=digest
                     )
@@ -205,9 +209,35 @@ class Upload:
     async def _complete(self, ordered: list[PartInfo], sha256: str) -> ObjectInfo:
         doors, record = self._doors, self.record
         complete = partial(complete_create_only, doors.store, doors.hop, record.key, record.upload_id, ordered)
-        return await self._insisted(partial(complete, write_id=record.shard, sha256=sha256))
+        gone: NoSuchUpload | None = None
+        while True:
+            try:
+                async with doors.lanes.slot(self.run):
+                    self._ask()
+                    info = await complete(write_id=record.shard, sha256=sha256)
+            except UnavailableError as error:
+                if gone is not None:  # there was no upload any more, and then no object either
+                    raise gone from error
+                await self._failed(error)
+                gone = await self._gone()
+            else:
+                doors.lanes.succeeded(self.run)
+                return info
+
+    async def _gone(self) -> NoSuchUpload | None:
+        """Return what the store says of an upload that it does not know; to complete one, some stores answer 500."""
+        try:
+            await self._list()
+        except NoSuchUpload as error:
+            return error
+        return None
 
     # what both share
+
+    def _ask(self) -> None:
+        """Ask the journal before bytes are sent. Raises Dropped: the run may have been lost while this one waited."""
+        with self._doors.journal.read() as txn:
+            progress.current(txn, self.record)
 
     def _check(self, whole: xxhash.xxh3_128) -> None:
         known = self.record.identity.xxh3

@@ -6,11 +6,12 @@ import hashlib
 import os
 import threading
 
+import msgspec
 import pytest
 import trio
 
 from cachefs.errors import BadPart, ConditionConflict, DeniedError, StagingError, UnavailableError
-from cachefs.formats.records import State
+from cachefs.formats.records import RunRecord, State
 from tests.flush.world import MEMBER, PART, World, content
 from tests.store.faults import (
     Call,
@@ -211,6 +212,46 @@ async def test_an_upload_that_was_aborted_starts_over(autojump_clock, world: Wor
     await world.drained()
     world.check("a")
     assert world.count("create_multipart") == (1 if operation == "list_parts" else 2)
+
+
+async def test_a_store_that_answers_500_for_an_upload_that_is_gone(autojump_clock, world: World):
+    """A 500 for a completion proves nothing by itself; that the upload is not listed any more does."""
+    world.save("a", {"f": content(3 * PART)})
+    first: list[str] = []
+
+    def plan(call: Call):
+        if call.operation != "complete_multipart":
+            return None
+        if not first:
+            first.extend(upload.upload_id for upload in world.memory.list_multiparts(""))
+            world.memory.abort_multipart(world.shard("a", "f").key, first[0])
+        return lost_request if world.shard("a", "f").upload_id in first else None
+
+    world.store.plan = plan
+    await world.drained()
+    world.check("a")
+    assert world.count("create_multipart") == 2
+
+
+async def test_a_run_that_is_lost_sends_nothing_more_and_starts_anew_later(autojump_clock, world: World):
+    """The fence holds back the very next part; the upload is aborted and forgotten."""
+    world.save("a", {"f": content(9 * PART)})
+    fence = RunRecord(run="run", epoch=1, owner="me", fenced_by="other")
+
+    def plan(call: Call):
+        if call.operation == "upload_part" and world.count("upload_part") == 4:
+            world.journal.write_now(lambda txn: txn.runs.put("run", fence))
+
+    world.store.plan = plan
+    async with world.running():
+        await world.until(lambda: not world.memory.list_multiparts("") and world.count("upload_part") >= 4)
+        await world.until(lambda: not world.shard("a", "f").upload_id)
+    assert world.count("upload_part") == 4
+    world.restart()
+    world.journal.write_now(lambda txn: txn.runs.put("run", msgspec.structs.replace(fence, epoch=2, fenced_by="")))
+    await world.drained()
+    world.check("a")
+    assert world.count("upload_part") == 9
 
 
 async def test_409_on_complete_aborts_and_sends_everything_again(autojump_clock, world: World):
