@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from cachefs import gate
 from cachefs.cli import show
 from cachefs.cli.options import ConfigFile, settings, with_config
 from cachefs.cli.show import AsJson
-from cachefs.errors import CachefsError, ProbeError
+from cachefs.errors import CachefsError, ProbeError, StagingError
 from cachefs.store.open import open_store
 from cachefs.store.probe import Outcome, probe
 
@@ -89,8 +90,11 @@ def _staging(path: Path) -> Finding:
     place = path
     while not place.exists():
         place = place.parent
-    if not os.access(place, os.W_OK):
-        return Finding("staging", f"{place} is not writable", CachefsError(f"{place} is not writable"))
+    try:
+        tempfile.TemporaryFile(dir=place).close()
+    except OSError as error:
+        text = f"nothing can be written at {place}: {error.strerror}"
+        return Finding("staging", text, StagingError(text, hint="choose a directory on a local disk"))
     stat = os.statvfs(place)
     free = stat.f_bavail * stat.f_frsize
     return Finding("staging", f"{show.size(free)} free at {place}")
