@@ -1,5 +1,6 @@
 # make demo    see it work: a mount, a save, a crash, a restore      make check   format, lint, types, fast tests
 # make run     a mount at ./demo/ckpt                                make test    every test
+# make bench   compare with raw staging, pyfuse3's example, rclone
 # Everything is installed into .venv and .envs; system packages only when something is missing.
 
 SHELL := /bin/bash
@@ -17,7 +18,7 @@ ONE_AT_A_TIME := mkdir -p .envs && flock --close .envs/lock $(MAKE)
 .PHONY: setup dev torch servers demo run check lint test bench lock clean help
 
 help:
-	@sed -n '1,3s/^# *//p' Makefile
+	@sed -n '1,4s/^# *//p' Makefile
 
 setup: ## system packages, .venv, locked dependencies, cachefs itself
 	@$(ONE_AT_A_TIME) .venv/.setup
@@ -75,8 +76,8 @@ check: lint
 test: dev torch servers
 	@.venv/bin/python -m pytest tests integration --durations=10
 
-bench: setup
-	@.venv/bin/cachefs bench
+bench: dev
+	@.venv/bin/python -m integration.bench $(BENCH)
 
 # Existing versions are kept where they still fit; delete a lock file first to take the newest of everything.
 UV ?= $(firstword $(wildcard .venv/bin/uv) uv)

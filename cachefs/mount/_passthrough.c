@@ -5,8 +5,9 @@
  * one below. It mounts with the real one and then puts two functions of its own between libfuse and the descriptor
  * (fuse_session_custom_io, libfuse >= 3.10):
  *
- *   INIT request    remembers whether the kernel offers passthrough; hides SPLICE_READ, so that messages come through
- *                   read() and can be seen
+ *   INIT request    remembers whether the kernel offers passthrough; where that is wanted, hides SPLICE_READ, so that
+ *                   all messages come through read() and can be seen (spliced, the bytes of writes are copied once less,
+ *                   which is what the Python data path wants)
  *   INIT reply      FUSE_HANDLE_KILLPRIV_V2 (else the kernel asks for security.capability before every write), and
  *                   FUSE_PASSTHROUGH with max_stack_depth when it is wanted and offered
  *   OPEN, CREATE    FOPEN_PASSTHROUGH and the backing id registered for the handle
@@ -90,7 +91,7 @@ static struct {
     int fd;            /* the session's /dev/fuse, -1 before the mount */
     int wanted;        /* stack depth to ask passthrough for, 0: do not */
     int offered, granted, hooked;
-    int kills;         /* whether the last request asks to drop set-user-id and set-group-id bits */
+    int kills;         /* whether the last request asks to drop set-user-id and set-group-id bits, if it was seen */
 } state = {.lock = PTHREAD_MUTEX_INITIALIZER, .fd = -1};
 
 static void seen(struct in_header *head, size_t len)
@@ -104,7 +105,7 @@ static void seen(struct in_header *head, size_t len)
     case OP_INIT: {
         struct init_in *in = (struct init_in *)body;
         state.offered = size >= sizeof *in && (in->flags & INIT_EXT) && (in->flags2 & INIT2_PASSTHROUGH);
-        if (size >= 16)
+        if (size >= 16 && state.wanted)
             in->flags &= ~INIT_SPLICE_READ;
         break;
     }
@@ -283,7 +284,8 @@ static PyObject *set_backing(PyObject *self, PyObject *args)
 
 static PyObject *kills(PyObject *self, PyObject *args)
 {
-    return PyBool_FromLong(state.kills);
+    /* A request that was not seen may have asked for it. */
+    return PyBool_FromLong(state.wanted ? state.kills : state.hooked);
 }
 
 static PyMethodDef methods[] = {
@@ -292,7 +294,7 @@ static PyMethodDef methods[] = {
     {"backing_open", backing_open, METH_VARARGS, "Register a descriptor's file with the kernel; return its backing id."},
     {"backing_close", backing_close, METH_VARARGS, "Release a backing id."},
     {"set_backing", set_backing, METH_VARARGS, "Let the reply for a file handle carry a backing id (0: none)."},
-    {"kills", kills, METH_NOARGS, "Return whether the request being handled asks to drop set-id bits."},
+    {"kills", kills, METH_NOARGS, "Return whether the request being handled asks, or may ask, to drop set-id bits."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -66,7 +66,7 @@ class Content:
             await self._tree.ready_to_write(kind, node, emptied=emptied)
         fd = self._open_staged(node, staging_flags(flags) | (os.O_TRUNC if emptied else 0))
         if unprivileged:
-            drop_privileges(fd)
+            self._drop_privileges(fd, node)
         self._tree.handles.add(fd, node, flags)
         if writing and node.names:
             await self._report(kind, self._table.path_of(node), node)
@@ -91,7 +91,7 @@ class Content:
     async def write(self, handle: int, offset: int, data: bytes) -> int:
         """Write bytes; return how many fit."""
         if drops_privileges():
-            drop_privileges(handle)
+            self._drop_privileges(handle, self._tree.handles[handle].node)
         if self._tree.handles[handle].synchronous:
             return await trio.to_thread.run_sync(_write_through, handle, data, offset)
         return os.pwrite(handle, data, offset)
@@ -104,18 +104,26 @@ class Content:
             fd = next(fh for fh in node.handles if handles[fh].writable)
             os.ftruncate(fd, size)
             if unprivileged:
-                drop_privileges(fd)
+                self._drop_privileges(fd, node)
             return
         await self._tree.ready_to_write(Kind.TRUNCATED, node, emptied=size == 0)
         fd = self._open_staged(node, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
             os.ftruncate(fd, size)
             if unprivileged:
-                drop_privileges(fd)
+                self._drop_privileges(fd, node)
         finally:
             os.close(fd)
         if node.names:
             await self._report(Kind.TRUNCATED, self._table.path_of(node), node)
+
+    def _drop_privileges(self, fd: int, node: Node) -> None:
+        """Clear the set-user-id bit, and the set-group-id bit of an executable, as a write by another user does."""
+        mode = stat_module.S_IMODE(os.fstat(fd).st_mode)
+        kept = mode & ~(0o6000 if mode & 0o010 else 0o4000)
+        if kept != mode:
+            os.fchmod(fd, kept)
+            self._tree.attributes_changed(node)
 
     async def release(self, handle: int) -> None:
         """Close a handle; the last writable one finishes the file."""
@@ -153,14 +161,6 @@ class Content:
                 node.fresh = True
                 raise
             node = parent
-
-
-def drop_privileges(fd: int) -> None:
-    """Clear the set-user-id bit, and the set-group-id bit of an executable, as a write by another user does."""
-    mode = stat_module.S_IMODE(os.fstat(fd).st_mode)
-    kept = mode & ~(0o6000 if mode & 0o010 else 0o4000)
-    if kept != mode:
-        os.fchmod(fd, kept)
 
 
 def _sync_directory(path_fd: int) -> None:

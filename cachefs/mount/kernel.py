@@ -50,7 +50,8 @@ _extension, _missing = _load()
 def drops_privileges() -> bool:
     """Return whether the request being handled asks for set-user-id and set-group-id bits to be dropped.
 
-    Only right before the handler's first wait. Without the extension the kernel drops them by itself.
+    Only right before the handler's first wait. Without the extension the kernel drops them by itself. With the Python
+    data path nobody sees the request: bits are then dropped for root, too, where Linux would leave them.
     """
     return _extension is not None and bool(_extension.kills())
 

@@ -38,6 +38,7 @@ class Operations(pyfuse3.Operations):
         self._namespace = Namespace(tree)
         self._content = Content(tree, self._namespace)
         self._attributes = Attributes(tree, self._content)
+        tree.attributes_changed = lambda node: pyfuse3.invalidate_inode(node.id, attr_only=True)
 
     def init(self) -> None:
         """Called when the kernel has said what it offers."""

@@ -42,6 +42,8 @@ class Tree:
         self.pins = pins
         self.observer = observer
         self._scratch = staging.scratch
+        self.attributes_changed: Callable[[Node], None] = lambda node: None
+        """Called when the daemon itself changed attributes that the kernel may hold."""
         self._releasing: dict[int, trio.Event] = {}
         self._privileged = os.geteuid() == 0
 
