@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 import structlog
@@ -19,7 +20,9 @@ from cachefs.formats.records import AttemptRecord, Identity, ShardRecord, State
 from cachefs.journal import Journal, Txn
 from cachefs.staging.pins import Pins
 
-_READ = 4 << 20
+THREADS = 4
+"""Files that are synced and hashed at the same time: the disk commits several small ones in one go."""
+_READ = 1 << 20
 PATIENCE = 60.0
 """Seconds that a closed save may wait for its upload to begin before a later save of the same path replaces it."""
 _log = structlog.get_logger(__name__)
@@ -68,25 +71,30 @@ class Stager:
 
     def _sync(self, attempt: AttemptRecord, shards: list[ShardRecord]) -> dict[str, Identity]:
         """Sync and identify every pinned file; in a worker thread."""
-        identities: dict[str, Identity] = {}
-        for shard in shards:
-            try:
-                fd = self._pins.open(shard.attempt, shard.shard)
-            except FileNotFoundError:
-                raise CorruptError(f"the bytes of {shard.paths[0]} are gone from staging") from None
-            try:
-                os.fsync(fd)
-                stat = os.fstat(fd)
-                if (stat.st_size, stat.st_mtime_ns) != (shard.identity.size, shard.identity.mtime_ns):
-                    raise CorruptError(f"{shard.paths[0]} changed in staging after its save was closed")
-                if shard.pin is None and shard.identity.xxh3 is None:
-                    identities[shard.shard] = msgspec.structs.replace(shard.identity, xxh3=_xxh3(fd))
-            finally:
-                os.close(fd)
+        with ThreadPoolExecutor(THREADS, "staging") as pool:
+            found = zip(shards, pool.map(self._sync_file, shards), strict=True)
+            identities = {shard.shard: identity for shard, identity in found if identity is not None}
         if shards:
             _sync_directory(self._pins.path(attempt.attempt, ""), None)
         self._sync_tree(to_bytes(attempt.path))
         return identities
+
+    def _sync_file(self, shard: ShardRecord) -> Identity | None:
+        """Sync one file; return its identity if it was not known."""
+        try:
+            fd = self._pins.open(shard.attempt, shard.shard)
+        except FileNotFoundError:
+            raise CorruptError(f"the bytes of {shard.paths[0]} are gone from staging") from None
+        try:
+            os.fsync(fd)
+            stat = os.fstat(fd)
+            if (stat.st_size, stat.st_mtime_ns) != (shard.identity.size, shard.identity.mtime_ns):
+                raise CorruptError(f"{shard.paths[0]} changed in staging after its save was closed")
+            if shard.pin is not None or shard.identity.xxh3 is not None:
+                return None
+            return msgspec.structs.replace(shard.identity, xxh3=_xxh3(fd))
+        finally:
+            os.close(fd)
 
     def _sync_tree(self, path: bytes) -> None:
         """Sync the directories of a generation and those above it; they may have been removed by now."""
