@@ -31,6 +31,7 @@ class Gauges:
         self._staging = staging
         self._states: dict[str, State] | None = None
         self._flushed_bytes = 0
+        self._orphans = 0
         self._failures: Counter[str] = Counter()
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
@@ -79,6 +80,8 @@ class Gauges:
         seen = self._flusher.statistics()
         self._metrics.flushed_bytes.inc(seen.flushed_bytes - self._flushed_bytes)
         self._flushed_bytes = seen.flushed_bytes
+        self._metrics.orphans_aborted.inc(seen.orphans_aborted - self._orphans)
+        self._orphans = seen.orphans_aborted
         for reason, count in seen.failures.items():
             self._metrics.upload_retries.labels(reason=reason).inc(count - self._failures[reason])
         self._failures = Counter(dict(seen.failures))

@@ -71,6 +71,9 @@ class Metrics:
         self.abandoned = self._counter("abandoned_total", "Saves that will never be published, by reason", "reason")
         self.flushed_bytes = self._counter("flushed_bytes_total", "Bytes that the store has acknowledged")
         self.upload_retries = self._counter("upload_retries_total", "Uploads tried again, by reason", "reason")
+        self.orphans_aborted = self._counter(
+            "orphaned_uploads_aborted_total", "Uploads in parts that a killed daemon left and this one aborted"
+        )
         self.store_requests = self._counter(
             "store_requests_total", "Requests to the store, by operation and outcome", "operation", "outcome"
         )

@@ -32,6 +32,7 @@ from integration.world import (
     attempts,
     await_state,
     history,
+    metric,
     save,
     states,
     tensors,
@@ -161,7 +162,7 @@ def test_late_in_a_large_upload(world: World) -> None:
     """After a kill late in a large upload only the missing parts are sent. Uploads that a dead daemon of this member
     began and nobody knows are aborted; those of others are not.
     """
-    one = world.node()
+    one = world.node(metrics=True)
     count = 6
     saved = {"m.safetensors": tensors((count - 1) * PART + MIB)}
     hold = Hold()
@@ -187,6 +188,7 @@ def test_late_in_a_large_upload(world: World) -> None:
     assert again == set(range(1, count + 1)) - acknowledged
     assert [request.key for request in world.proxy.requests("AbortMultipartUpload", SHARD)] == [stray]
     assert uploads(world) == [foreign["UploadId"]]
+    await_condition(lambda: metric(one, "cachefs_orphaned_uploads_aborted_total") == 1, "it is counted")
     world.verify(one, "run", saved)
 
 
