@@ -446,15 +446,15 @@ def rename_flags(d: Path) -> Any:
 
     put(d / "x.pt", b"x")
     put(d / "y.pt", b"y")
-    (d / "step-1").mkdir()
-    put(d / "step-1/inside", b"")
+    (d / "directory").mkdir()
+    put(d / "directory/inside", b"")
     fd = os.open(d / "x.pt", os.O_WRONLY)
     seen = [
         renameat2("x.pt", "y.pt", 1),
         renameat2("x.pt", "z.pt", 1),
         renameat2("z.pt", "y.pt", 2),
         renameat2("y.pt", "missing", 2),
-        renameat2("y.pt", "step-1", 2),
+        renameat2("y.pt", "directory", 2),
         renameat2("y.pt", "y.pt", 4 | 1),
     ]
     os.write(fd, b"written after the exchanges")
