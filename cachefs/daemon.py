@@ -1,61 +1,46 @@
 """The composition root: builds every part, starts the tasks, and takes them down in order.
 
 start:  settings ─► mountpoint ─► staging lock ─► journal, pins ─► store, probe ─► saves of the last process ─► mount
-tasks:  tracker, early uploads, stager (local)    flusher, loose mirror, publisher (behind the gate)
-        control socket, metrics, watchdog, signals
-stop:   unmount ─► drain within its bound ─► cancel the tasks ─► close journal and staging
+tasks:  tracker, early uploads, release of pins; control socket, metrics, watchdog, signals
+        the engine, a process of its own (engine.py): stager; flusher, loose mirror, publisher behind the gate
+stop:   unmount ─► drain within its bound ─► end the engine ─► cancel the tasks ─► close journal and staging
 """
 
 from __future__ import annotations
 
-import os
 import signal
 from collections.abc import Callable
 from contextlib import ExitStack
 
-import msgspec
 import structlog
 import trio
 
-from cachefs import __version__, clock, control, metrics, notify
+from cachefs import clock, control, metrics, notify
 from cachefs.config import Config
+from cachefs.engine import store_of
 from cachefs.errors import CachefsError, PendingError
-from cachefs.flush.loose import LooseMirror
-from cachefs.flush.uploader import Flusher, FlushSettings
 from cachefs.formats.keys import Keys
-from cachefs.formats.manifest import Manifest, Shard
 from cachefs.formats.records import State
-from cachefs.gate import Gate, MeteredHop
+from cachefs.gate import try_store
 from cachefs.gauges import Gauges
-from cachefs.generations.catalog import select
-from cachefs.generations.completeness import Source, check_generation
+from cachefs.generations.catalog import configured
 from cachefs.generations.detector import Detector
 from cachefs.generations.placement import Placer
-from cachefs.generations.presets import Preset, from_config
-from cachefs.generations.stager import Stager
 from cachefs.generations.tracker import Hints, Tracker
 from cachefs.journal import Journal
 from cachefs.mount import session
 from cachefs.mount.kernel import Passthrough
 from cachefs.mount.tree import Tree
 from cachefs.observer import DaemonObserver
-from cachefs.publish.ownership import Ownership
-from cachefs.publish.publisher import Publisher
-from cachefs.publish.steps import Settings as PublishSettings
-from cachefs.publish.writes import Writes
 from cachefs.reporter import Live, Reporter
 from cachefs.staging.capacity import Room
 from cachefs.staging.layout import Staging
 from cachefs.staging.pins import Pins
-from cachefs.store.hop import Threads
-from cachefs.store.open import open_store
+from cachefs.supervisor import Supervisor
 
 _log = structlog.get_logger(__name__)
-RESTORE_WORKERS = 4
 _LOOK = 0.2
 """Seconds after which a drain looks again at what only time changes."""
-SPARE_REQUESTS = 8
-"""Requests beside those of the uploads: pointers, manifests, listings."""
 
 
 def run(config: Config, *, ready: Callable[[], None] | None = None) -> int:
@@ -76,20 +61,6 @@ def run(config: Config, *, ready: Callable[[], None] | None = None) -> int:
     return 0
 
 
-def _presets(config: Config) -> tuple[Preset, ...]:
-    """Return the presets in use, with the configured times in place of their own. Raises InvalidError."""
-    times = {"settle": config.settle, "quiet": config.quiet}
-    changes = {name: value for name, value in times.items() if value is not None}
-    chosen = select(config.presets, from_config(config.preset))
-    return tuple(msgspec.structs.replace(preset, **changes) for preset in chosen)
-
-
-def _completeness(manifest: Manifest, open_source: Callable[[Shard], Source]) -> list[str]:
-    """Check the formats of a generation's files; return the names of the checks. Raises CorruptError."""
-    files = {path: open_source(shard) for shard in manifest.shards for path in shard.paths}
-    return check_generation(files, manifest.kind, manifest.preset)
-
-
 def _first(group: BaseException) -> BaseException:
     while isinstance(group, BaseExceptionGroup):
         group = group.exceptions[0]
@@ -102,7 +73,7 @@ class Daemon:
     def __init__(self, config: Config, stack: ExitStack) -> None:
         """Build all parts; `stack` closes them in reverse order. Nothing runs yet."""
         self._config = config
-        self._presets = _presets(config)
+        self._presets = configured(config)
         session.prepare(config.mountpoint)
         self._passthrough = Passthrough(config.data_path, overlay=session.is_overlay(config.staging))
         self._staging = Staging(config.staging)
@@ -113,41 +84,35 @@ class Daemon:
         self._metrics = metrics.Metrics()
         if (address := config.metrics_address) is not None:
             stack.callback(metrics.serve(address, self._metrics.registry).close)
-        requests = config.upload_concurrency + RESTORE_WORKERS + SPARE_REQUESTS
-        self._store = open_store(
-            config.store, endpoint_url=config.endpoint_url, region=config.region, connections=requests
-        )
-        self._keys = Keys(self._store.prefix)
-        self._gate = Gate(self._store, self._metrics, publish=config.publish)
-        if config.publish:
-            self._gate.try_now()
-        self._threads = requests
+        store = store_of(config)
+        self._store_url = store.url
+        self._keys = Keys(store.prefix)
+        ranges, blocked = try_store(store) if config.publish else (None, "mounted with --no-publish")
+        self._supervisor = Supervisor(config, ranges=ranges, blocked=blocked, changed=self._engine_changed)
         self._stop_drain = trio.CancelScope()
 
     async def serve(self, ready: Callable[[], None]) -> None:
         """Run everything; returns when the mount has ended and what could be drained is drained."""
-        config = self._config
-        self._hop = MeteredHop(Threads(self._threads), self._metrics)
         self._build()
         await self._tracker.resume()
         self._session.start()
         try:
             async with trio.open_nursery() as nursery:
-                await nursery.start(self._stager.run)
+                await nursery.start(self._supervisor.run)
                 await nursery.start(self._tracker.run)
                 await nursery.start(self._tracker.early.run)
+                await nursery.start(self._tracker.release)
                 await nursery.start(control.serve, self._staging.socket, self._reporter.handle)
                 await nursery.start(self._gauges.run)
                 await nursery.start(self._watch_signals)
                 nursery.start_soon(self._watchdog)
-                if config.publish:
-                    nursery.start_soon(self._publish)
                 nursery.start_soon(self._announce, ready)
                 await self._session.serve()
                 _log.info("unmounting")
                 notify.stopping("draining")
                 self._session.stop()
                 await self._drain()
+                await self._supervisor.stop()
                 nursery.cancel_scope.cancel()
         finally:
             self._session.stop()
@@ -156,29 +121,6 @@ class Daemon:
     def _build(self) -> None:
         config, staging = self._config, self._staging
         placer = Placer(self._presets, config.run)
-        self._flusher = Flusher(
-            self._journal,
-            self._store,
-            self._keys,
-            self._hop,
-            self._pins,
-            FlushSettings(
-                member=config.member, part_size=config.part_size, upload_concurrency=config.upload_concurrency
-            ),
-            on_flushed=lambda: self._wake_publisher(),
-        )
-        self._loose = LooseMirror(
-            self._journal,
-            self._store,
-            self._keys,
-            self._hop,
-            staging.tree_fd,
-            config.run,
-            interval=config.loose_interval,
-            part_size=config.part_size,
-            is_loose=lambda path: placer.place(path) is None,
-        )
-        self._publisher: Publisher | None = None
         self._detector = Detector(placer, open_deadline=config.close_deadline)
         self._tracker = Tracker(
             self._journal,
@@ -190,80 +132,32 @@ class Daemon:
             member=config.member,
             early_delay=config.early_upload_delay,
             hints=Hints(
-                opened=self._wake_publisher,
-                closed=self._closed,
-                pinned=self._flusher.wake,
-                loose=self._loose.note if config.loose else (lambda path: None),
+                opened=lambda: self._supervisor.hint("opened"),
+                closed=lambda: self._supervisor.hint("closed"),
+                pinned=lambda: self._supervisor.hint("pinned"),
+                loose=self._supervisor.loose,
             ),
         )
-        self._stager = Stager(self._journal, self._pins, staging.tree_fd, staged=self._staged)
         room = Room(staging, reserve=config.reserve, timeout=config.full_timeout)
         live = Live(
-            publishing_blocked=lambda: self._gate.blocked,
-            store_health=lambda: self._hop.health,
+            publishing_blocked=lambda: self._supervisor.figures.blocked,
+            store_health=lambda: self._supervisor.figures.health,
             data_path=lambda: self._passthrough.shown,
             staging_free=staging.free_bytes,
-            loose_pending=self._loose.pending,
+            loose_pending=lambda: self._supervisor.figures.loose_pending,
             open_saves=self._tracker.open_saves,
             close_now=self._tracker.close_now,
         )
-        self._reporter = Reporter(self._journal, config, self._store.url, staging.socket, staging.tree, live)
+        self._reporter = Reporter(self._journal, config, self._store_url, staging.socket, staging.tree, live)
         observer = DaemonObserver(self._tracker, self._reporter, self._journal, room, self._metrics)
         tree = Tree(staging, self._pins, observer, self._passthrough)
         self._session = session.Session(tree, config.mountpoint, allow_other=config.allow_other)
-        self._gauges = Gauges(self._metrics, self._journal, self._reporter, self._flusher, staging)
+        self._gauges = Gauges(self._metrics, self._journal, self._reporter, self._supervisor, staging)
 
-    # ---- hints between the parts; each re-reads the journal
-
-    def _wake_publisher(self) -> None:
-        if self._publisher is not None:
-            self._publisher.wake()
-
-    def _closed(self) -> None:
-        self._stager.wake()
-        self._flusher.wake()
-
-    def _staged(self) -> None:
-        self._flusher.wake()
-        self._wake_publisher()
-
-    async def _publish(self) -> None:
-        """Flush and publish, once the gate is open."""
-        report = await self._gate.wait_open(self._hop)
-        config = self._config
-        self._metrics.publishing.set(1)
-        ownership = Ownership(
-            self._journal,
-            Writes(self._store, self._keys, self._hop),
-            config.member,
-            poll=config.pointer_poll,
-        )
-        self._publisher = Publisher(
-            self._journal,
-            self._store,
-            self._keys,
-            self._hop,
-            self._pins,
-            ownership,
-            PublishSettings(
-                member=config.member,
-                host=config.member,
-                writer=f"cachefs {__version__}",
-                level=config.test_level,
-                workers=RESTORE_WORKERS,
-                ranges=report.ranges,
-            ),
-            completeness=_completeness,
-            changed=lambda _attempt: self._flusher.wake(),
-        )
-        async with trio.open_nursery() as nursery:
-            await nursery.start(self._flusher.run)
-            await nursery.start(self._publisher.run)
-            if config.loose:
-                # What changed while nobody looked is found by its identity.
-                for name in os.listdir(self._staging.tree_fd):
-                    self._loose.note(os.fsencode(name))
-                await nursery.start(self._loose.run)
+    def _engine_changed(self) -> None:
+        """The engine has changed the journal: wake who waits, and drop the pins of what is over."""
+        self._journal.note_commit()
+        self._tracker.wake_release()
 
     # ---- the service around it
 
@@ -275,9 +169,9 @@ class Daemon:
         _log.info(
             "mounted",
             mountpoint=str(config.mountpoint),
-            store=self._store.url,
+            store=self._store_url,
             staging=str(config.staging),
-            publishing=self._gate.blocked or "yes",
+            publishing=self._supervisor.figures.blocked or "yes",
             data_path=self._passthrough.shown,
         )
         notify.ready(self._summary())

@@ -6,33 +6,38 @@ from collections import Counter
 
 import trio
 
-from cachefs.flush.uploader import Flusher
 from cachefs.formats.records import AttemptRecord, State
 from cachefs.journal import Journal
 from cachefs.metrics import Metrics
 from cachefs.reporter import Reporter
 from cachefs.staging.layout import Staging
+from cachefs.supervisor import Supervisor, Totals
 
 INTERVAL = 2.0
 """Least seconds between two looks."""
-_REASONS = ("superseded", "removed", "renamed", "restore test", "older", "open", "staging")
+_REASONS = {
+    "superseded": "superseded",
+    "removed": "removed",
+    "renamed": "renamed",
+    "restore test": "restore-test",
+    "manifest": "incomplete",
+}
+"""By how an abandoned attempt's error begins: the label of its metric."""
 
 
 class Gauges:
     """Writes the gauges, and counts what moved on since the last look."""
 
     def __init__(
-        self, metrics: Metrics, journal: Journal, reporter: Reporter, flusher: Flusher, staging: Staging
+        self, metrics: Metrics, journal: Journal, reporter: Reporter, supervisor: Supervisor, staging: Staging
     ) -> None:
         self._metrics = metrics
         self._journal = journal
         self._reporter = reporter
-        self._flusher = flusher
+        self._supervisor = supervisor
         self._staging = staging
         self._states: dict[str, State] | None = None
-        self._flushed_bytes = 0
-        self._orphans = 0
-        self._failures: Counter[str] = Counter()
+        self._counted = Totals()
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Update for ever, when the journal changed and at least every INTERVAL seconds."""
@@ -57,7 +62,11 @@ class Gauges:
             metrics.epoch.labels(run=run.run).set(0 if run.fenced_by else run.epoch)
             metrics.fenced.labels(run=run.run).set(bool(run.fenced_by))
         self._count_moves()
-        self._count_uploads()
+        self._count_engine()
+        figures = self._supervisor.figures
+        metrics.publishing.set(not figures.blocked)
+        metrics.store_healthy.set(figures.health == "ok")
+        metrics.engine_restarts.set(self._supervisor.restarts)
 
     def _count_moves(self) -> None:
         with self._journal.read() as txn:
@@ -73,15 +82,16 @@ class Gauges:
         if attempt.state is State.PUBLISHED and attempt.published_at and attempt.closed_at:
             self._metrics.close_to_published_seconds.observe(max(0.0, attempt.published_at - attempt.closed_at))
         elif attempt.state is State.ABANDONED:
-            reason = next((reason for reason in _REASONS if reason in attempt.error), "other")
+            reason = next((label for start, label in _REASONS.items() if attempt.error.startswith(start)), "other")
             self._metrics.abandoned.labels(reason=reason).inc()
 
-    def _count_uploads(self) -> None:
-        seen = self._flusher.statistics()
-        self._metrics.flushed_bytes.inc(seen.flushed_bytes - self._flushed_bytes)
-        self._flushed_bytes = seen.flushed_bytes
-        self._metrics.orphans_aborted.inc(seen.orphans_aborted - self._orphans)
-        self._orphans = seen.orphans_aborted
-        for reason, count in seen.failures.items():
-            self._metrics.upload_retries.labels(reason=reason).inc(count - self._failures[reason])
-        self._failures = Counter(dict(seen.failures))
+    def _count_engine(self) -> None:
+        now, before = self._supervisor.totals(), self._counted
+        self._metrics.flushed_bytes.inc(now.flushed_bytes - before.flushed_bytes)
+        self._metrics.orphans_aborted.inc(now.orphans_aborted - before.orphans_aborted)
+        for reason, count in (now.failures - before.failures).items():
+            self._metrics.upload_retries.labels(reason=reason).inc(count)
+        for request, count in (now.requests - before.requests).items():
+            operation, outcome = request.split(" ", 1)
+            self._metrics.store_requests.labels(operation=operation, outcome=outcome).inc(count)
+        self._counted = now

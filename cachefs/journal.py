@@ -162,7 +162,9 @@ class _Write(Generic[T]):
 
 
 class Journal:
-    """The journal of one staging directory. One process holds it at a time (the daemon's staging lock sees to that)."""
+    """The journal of one staging directory, in one process. LMDB keeps several processes apart: the daemon's two share
+    it, and the staging lock keeps other daemons out.
+    """
 
     def __init__(self, directory: Path) -> None:
         """Open or create the journal. Raises StagingError when it is damaged or of another format."""
@@ -188,7 +190,7 @@ class Journal:
         self._committing = False
         self._changed = trio.Event()
         self.commits = 0
-        """How many batches were committed by `write`: tells a cache whether it is still right."""
+        """How many commits were noted: tells a cache whether it is still right."""
 
     def _reserve(self, directory: Path) -> None:
         # Reading a memory map behind the end of a file that was cut short would kill the process: such a file is filled
@@ -250,8 +252,14 @@ class Journal:
             raise write.error
         return write.result
 
+    def note_commit(self) -> None:
+        """Wake those who wait for a change; also called when the other process says that it has committed."""
+        self.commits += 1
+        self._changed.set()
+        self._changed = trio.Event()
+
     async def wait_changed(self) -> None:
-        """Return after the next commit of `write`."""
+        """Return after the next commit."""
         await self._changed.wait()
 
     async def barrier(self) -> None:
@@ -272,9 +280,7 @@ class Journal:
                 finally:
                     for write in batch:
                         write.done.set()
-                    self.commits += 1
-                    self._changed.set()
-                    self._changed = trio.Event()
+                    self.note_commit()
         finally:
             self._committing = False
 

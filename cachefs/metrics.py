@@ -87,6 +87,7 @@ class Metrics:
         self.loose_pending_files = self._gauge("loose_pending_files", "Loose files that wait to be mirrored")
         self.staging_free_bytes = self._gauge("staging_free_bytes", "Free bytes of the staging file system")
         self.staging_used_bytes = self._gauge("staging_used_bytes", "Used bytes of the staging file system")
+        self.engine_restarts = self._gauge("engine_restarts", "How often the engine process was started again")
         self.fsyncs = self._counter("fsyncs_total", "Calls of fsync answered to training code")
         self.loop_lag_seconds = self._gauge("loop_lag_seconds", "How late the event loop woke up at the last look")
 

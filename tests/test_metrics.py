@@ -62,10 +62,10 @@ def test_two_daemons_in_one_process_do_not_share_a_counter():
 
 def test_exactly_one_data_path_is_in_use():
     made = Metrics()
-    for mode in ("passthrough", "python"):
+    for mode in ("kernel", "python"):
         made.set_data_path(mode)
         found = {key[1][0][1]: value for key, value in samples(made.registry).items() if key[0] == "cachefs_data_path"}
-        assert found == {"passthrough": float(mode == "passthrough"), "python": float(mode == "python")}
+        assert found == {"kernel": float(mode == "kernel"), "python": float(mode == "python")}
     with pytest.raises(ValueError, match="unknown data path 'fast'"):
         made.set_data_path("fast")
 

@@ -11,13 +11,13 @@ import xxhash
 from cachefs.errors import CorruptError
 from cachefs.flush.plan import Range
 from cachefs.formats.records import ShardRecord
-from cachefs.staging.pins import Pins
+from cachefs.staging.pins import PinReader
 
 _DAMAGE = {errno.ENOENT, errno.EIO, errno.EUCLEAN, errno.ELOOP}
 
 
 def read_part(
-    pins: Pins, record: ShardRecord, part: Range, buffer: memoryview, whole: xxhash.xxh3_128 | None = None
+    pins: PinReader, record: ShardRecord, part: Range, buffer: memoryview, whole: xxhash.xxh3_128 | None = None
 ) -> bytes:
     """Fill `buffer` with one part and return its SHA-256, binary; feed `whole`, the hash of the file, if given.
 
@@ -38,7 +38,7 @@ def read_part(
     return hashlib.sha256(buffer).digest()
 
 
-def _read_once(pins: Pins, record: ShardRecord, part: Range, buffer: memoryview) -> bool:
+def _read_once(pins: PinReader, record: ShardRecord, part: Range, buffer: memoryview) -> bool:
     """Read the part; False when the pin moved to a copy meanwhile: the inode that was read may have changed."""
     fd = pins.open(record.attempt, record.shard)
     try:

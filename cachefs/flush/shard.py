@@ -25,7 +25,7 @@ from cachefs.flush.progress import Dropped, Sent
 from cachefs.formats.manifest import Pin, tree_digest
 from cachefs.formats.records import PartRecord, ShardRecord
 from cachefs.journal import Journal
-from cachefs.staging.pins import Pins
+from cachefs.staging.pins import PinReader
 from cachefs.store.base import ObjectInfo, ObjectStore, PartInfo
 from cachefs.store.createonly import WRITE_ID, complete_create_only, create_only
 from cachefs.store.hop import Hop
@@ -43,7 +43,7 @@ class Doors:
     journal: Journal
     store: ObjectStore
     hop: Hop
-    pins: Pins
+    pins: PinReader
     lanes: Lanes
     failed: Callable[[CachefsError], None]
 

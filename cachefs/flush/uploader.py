@@ -19,7 +19,7 @@ from cachefs.flush.shard import Doors, Upload
 from cachefs.formats.keys import Keys
 from cachefs.formats.records import ShardRecord
 from cachefs.journal import Journal
-from cachefs.staging.pins import Pins
+from cachefs.staging.pins import PinReader
 from cachefs.store.base import ObjectStore
 from cachefs.store.hop import Hop
 
@@ -89,7 +89,7 @@ class Flusher:
         store: ObjectStore,
         keys: Keys,
         hop: Hop,
-        pins: Pins,
+        pins: PinReader,
         settings: FlushSettings,
         *,
         on_flushed: Callable[[], None] = lambda: None,

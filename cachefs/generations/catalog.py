@@ -8,8 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import msgspec
+
+from cachefs.config import Config
 from cachefs.errors import InvalidError
-from cachefs.generations.presets import Preset, Signal, check
+from cachefs.generations.presets import Preset, Signal, check, from_config
 
 _DCP_RENAME = Signal("renamed-in", (".metadata",))
 _DCP_FILES = ("__*_*.distcp", ".metadata", ".metadata.tmp")
@@ -295,3 +298,11 @@ def select(names: Iterable[str], own: Iterable[Preset] = ()) -> tuple[Preset, ..
         elif name not in out:
             raise InvalidError(f"no preset named {name!r}", hint=f"built in: auto, {', '.join(sorted(BUILTIN))}")
     return tuple(out.values())
+
+
+def configured(config: Config) -> tuple[Preset, ...]:
+    """Return the presets that a configuration asks for, with its times in place of their own. Raises InvalidError."""
+    times = {"settle": config.settle, "quiet": config.quiet}
+    changes = {name: value for name, value in times.items() if value is not None}
+    chosen = select(config.presets, from_config(config.preset))
+    return tuple(msgspec.structs.replace(preset, **changes) for preset in chosen)

@@ -18,7 +18,7 @@ from cachefs.errors import CachefsError, CorruptError
 from cachefs.formats.names import to_bytes
 from cachefs.formats.records import AttemptRecord, Identity, ShardRecord, State
 from cachefs.journal import Journal, Txn
-from cachefs.staging.pins import Pins
+from cachefs.staging.pins import PinReader
 
 THREADS = 4
 """Files that are synced and hashed at the same time: the disk commits several small ones in one go."""
@@ -31,7 +31,7 @@ _log = structlog.get_logger(__name__)
 class Stager:
     """Stages closed saves, the oldest first. The journal is the queue."""
 
-    def __init__(self, journal: Journal, pins: Pins, tree_fd: int, *, staged: Callable[[], None]) -> None:
+    def __init__(self, journal: Journal, pins: PinReader, tree_fd: int, *, staged: Callable[[], None]) -> None:
         """`staged` is called after an attempt moved on."""
         self._journal = journal
         self._pins = pins

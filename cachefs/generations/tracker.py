@@ -95,6 +95,7 @@ class Tracker:
         self._saves: dict[bytes, _Save] = {}
         self._closing: dict[bytes, _Save] = {}
         self._changed = trio.Event()
+        self._over = trio.Event()
         self.early = EarlyUploads(journal, pins, tree_fd, delay=early_delay, key=self._key, pinned=hints.pinned)
 
     def _key(self, attempt: AttemptRecord, shard: str, path: str) -> str:
@@ -280,6 +281,24 @@ class Tracker:
             with trio.move_on_after(wait):
                 await self._changed.wait()
 
+    def wake_release(self) -> None:
+        """Hint that an attempt may be over."""
+        self._over.set()
+
+    async def release(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Drop the pins of attempts that are over and have no shard records any more, for ever.
+
+        This process alone makes and drops pins, because it counts a file's names by them.
+        """
+        task_status.started()
+        while True:
+            self._over = trio.Event()
+            with self._journal.read() as txn:
+                over = [attempt for attempt in self._pins.attempts() if _is_over(txn, attempt)]
+            for attempt in over:
+                await trio.to_thread.run_sync(self._pins.drop_attempt, attempt)
+            await self._over.wait()
+
     async def close_now(self, path: bytes) -> str:
         """Close a generation by hand; return its attempt id.
 
@@ -347,6 +366,11 @@ class Tracker:
 async def _all(waiting: list[Awaitable[None]]) -> None:
     for one in waiting:
         await one
+
+
+def _is_over(txn: Txn, attempt: str) -> bool:
+    record = txn.attempts.get(attempt)
+    return record is not None and record.state.final and not txn.shards_of(attempt)
 
 
 def _insert(txn: Txn, record: AttemptRecord) -> None:

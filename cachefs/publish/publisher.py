@@ -20,7 +20,7 @@ from cachefs.publish.ownership import Ownership
 from cachefs.publish.sealing import Completeness, no_checks
 from cachefs.publish.steps import Settings, Steps, Unpublishable, update
 from cachefs.publish.writes import Pause, Writes, wait
-from cachefs.staging.pins import Pins
+from cachefs.staging.pins import PinReader
 from cachefs.store.base import ObjectStore
 from cachefs.store.hop import Hop
 
@@ -43,7 +43,7 @@ class Publisher:
         store: ObjectStore,
         keys: Keys,
         hop: Hop,
-        pins: Pins,
+        pins: PinReader,
         ownership: Ownership,
         settings: Settings,
         *,

@@ -19,7 +19,7 @@ from cachefs.publish.sealing import Completeness
 from cachefs.publish.writes import Writes
 from cachefs.restore.shards import Source, StoreSource
 from cachefs.restore.verify import Level, verify_shard
-from cachefs.staging.pins import Pins
+from cachefs.staging.pins import PinReader
 from cachefs.store.base import StoreReads
 
 
@@ -41,7 +41,7 @@ class FileSource:
 def check_pinned(
     completeness: Completeness,
     manifest: Manifest,
-    pins: Pins,
+    pins: PinReader,
     records: Sequence[ShardRecord],
     store: StoreReads,
     *,

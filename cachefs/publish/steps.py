@@ -25,7 +25,7 @@ from cachefs.publish.rules import Refused, Step, hidden, releasable
 from cachefs.publish.sealing import Completeness
 from cachefs.publish.writes import Writes, pin_of
 from cachefs.restore.reader import read_pinned
-from cachefs.staging.pins import Pins
+from cachefs.staging.pins import PinReader
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -53,7 +53,7 @@ class Steps:
     """Takes the steps of attempts; holds no state of its own."""
 
     def __init__(
-        self, journal: Journal, pins: Pins, who: Identity, settings: Settings, completeness: Completeness
+        self, journal: Journal, pins: PinReader, who: Identity, settings: Settings, completeness: Completeness
     ) -> None:
         self._journal = journal
         self._pins = pins
@@ -245,6 +245,6 @@ def _forget_shards(txn: Txn, attempts: list[str]) -> None:
             txn.drop_shard(shard)
 
 
-def _drop_pins(pins: Pins, attempts: list[str]) -> None:
+def _drop_pins(pins: PinReader, attempts: list[str]) -> None:
     for attempt in attempts:
         pins.drop_attempt(attempt)

@@ -20,12 +20,51 @@ PinName = tuple[str, str]
 """Attempt id and shard id."""
 
 
-class Pins:
-    """The pins of one staging directory. Methods are synchronous and thread-safe; OSError passes through."""
+class PinReader:
+    """Reads pins that another process makes, moves and drops. Synchronous and thread-safe; OSError passes through."""
+
+    def __init__(self, root: Path) -> None:
+        """`root` is the directory `pins` of a staging directory."""
+        self._root = root
+
+    def path(self, attempt: str, shard: str) -> Path:
+        """Return where a pin is."""
+        return self._root / attempt / shard
+
+    def open(self, attempt: str, shard: str) -> int:
+        """Open a pinned file for reading, without touching its access time where that is allowed; return the fd."""
+        path = self.path(attempt, shard)
+        try:
+            return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NOATIME)
+        except PermissionError:
+            return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+
+    def is_current(self, attempt: str, shard: str, fd: int) -> bool:
+        """Return whether the pin still is the inode behind `fd`: what was read from it then is the pinned bytes."""
+        try:
+            return os.lstat(self.path(attempt, shard)).st_ino == os.fstat(fd).st_ino
+        except FileNotFoundError:
+            return False
+
+    def shards(self, attempt: str) -> set[str]:
+        """Return the shard ids that have a pin."""
+        try:
+            return set(os.listdir(self._root / attempt))
+        except FileNotFoundError:
+            return set()
+
+    def drop_attempt(self, attempt: str) -> None:
+        """Do nothing: the owner of the pins drops those of attempts that are over and have no records any more."""
+
+
+class Pins(PinReader):
+    """The pins of one staging directory, in the process that owns them. Synchronous and thread-safe; OSError passes
+    through.
+    """
 
     def __init__(self, staging: Staging) -> None:
         """Find the pins that an earlier daemon left."""
-        self._root = staging.pins
+        super().__init__(staging.pins)
         self._scratch = staging.scratch
         self._lock = threading.Lock()
         self._holders: dict[int, set[PinName]] = {}
@@ -57,10 +96,6 @@ class Pins:
             stat = look()
             return stat, len(self._holders.get(stat.st_ino, ()))
 
-    def path(self, attempt: str, shard: str) -> Path:
-        """Return where a pin is."""
-        return self._root / attempt / shard
-
     def add(self, attempt: str, shard: str, dir_fd: int, name: bytes) -> os.stat_result:
         """Pin the file `name` of a directory and return its stat, taken through the pin."""
         target = self.path(attempt, shard)
@@ -70,19 +105,6 @@ class Pins:
             stat = os.lstat(target)
             self._note((attempt, shard), stat.st_ino)
         return stat
-
-    def open(self, attempt: str, shard: str) -> int:
-        """Open a pinned file for reading, without touching its access time where that is allowed; return the fd."""
-        path = self.path(attempt, shard)
-        try:
-            return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NOATIME)
-        except PermissionError:
-            return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-
-    def is_current(self, attempt: str, shard: str, fd: int) -> bool:
-        """Return whether the pin still is the inode behind `fd`: what was read from it then is the pinned bytes."""
-        with self._lock:
-            return self._inos.get((attempt, shard)) == os.fstat(fd).st_ino
 
     def release_inode(self, ino: int) -> None:
         """Move every pin on an inode to a copy of its bytes, atomically each; the inode is free to change then. Blocks.
@@ -129,12 +151,10 @@ class Pins:
         except FileNotFoundError:
             pass
 
-    def shards(self, attempt: str) -> set[str]:
-        """Return the shard ids that have a pin."""
-        try:
-            return set(os.listdir(self._root / attempt))
-        except FileNotFoundError:
-            return set()
+    def attempts(self) -> set[str]:
+        """Return the attempts that have pins."""
+        with self._lock:
+            return {attempt for attempt, _ in self._inos}
 
     def sweep(self, known: Container[str]) -> list[str]:
         """Drop the pins of attempts that are not in `known`; return their attempt ids."""

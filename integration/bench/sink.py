@@ -1,7 +1,7 @@
 """An S3 endpoint that throws bytes away, so that the client's own cost shows. `python -m integration.bench.sink PORT`
 
 Understands just enough of the protocol for cachefs (versions, conditions, ranges of small objects) and for rclone:
-bodies above KEEP bytes are counted and dropped, so only small objects can be read back.
+bodies above KEEP bytes are counted and dropped: ranges of them read as zeros.
 """
 
 from __future__ import annotations
@@ -130,13 +130,12 @@ def get(store: Store, method: str, key: str, asked: dict[str, list[str]], header
     about = {"ETag": tag, "x-amz-version-id": version, "Last-Modified": "Sun, 29 Nov 2026 00:00:00 GMT", **meta}
     if method == "HEAD":
         return response(200, {**about, "Content-Length": str(size)})
-    raw = body or b""
     ranged = re.fullmatch(r"bytes=(\d+)-(\d+)", headers.get("range", ""))
     if ranged is None:
-        return response(200, about, raw=raw)
+        return response(200, about, raw=body or b"")
     first, last = int(ranged[1]), min(int(ranged[2]), size - 1)
     about["Content-Range"] = f"bytes {first}-{last}/{size}"
-    return response(206, about, raw=raw[first : last + 1])
+    return response(206, about, raw=bytes(last + 1 - first) if body is None else body[first : last + 1])
 
 
 def listing(store: Store, bucket: str, prefix: str) -> str:

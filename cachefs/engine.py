@@ -1,0 +1,273 @@
+"""The engine: everything that reads staged bytes or talks to the store, in a process of its own.
+
+Hashing and sending keep processors and the interpreter's lock busy; in the mount process they would make training code
+wait for its opens and closes. The journal is the queue between the two, so the engine can be killed at any moment and
+started again; the link carries hints and figures only (link.py). It runs with low processor and idle disk priority, and
+dies with the mount process.
+
+    python -m cachefs.engine FD        FD: its end of the socket pair
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import socket
+import sys
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import trio
+
+from cachefs import __version__, link, log
+from cachefs.config import Config
+from cachefs.errors import CachefsError, DeniedError, NotFoundError, UnavailableError
+from cachefs.flush.loose import LooseMirror
+from cachefs.flush.uploader import Flusher, FlushSettings
+from cachefs.formats.keys import Keys
+from cachefs.formats.manifest import Manifest, Shard
+from cachefs.gate import Gate
+from cachefs.generations.catalog import configured
+from cachefs.generations.completeness import Source, check_generation
+from cachefs.generations.placement import Placer
+from cachefs.generations.stager import Stager
+from cachefs.journal import Journal
+from cachefs.publish.ownership import Ownership
+from cachefs.publish.publisher import Publisher
+from cachefs.publish.steps import Settings as PublishSettings
+from cachefs.publish.writes import Writes
+from cachefs.staging.pins import PinReader
+from cachefs.store.base import ObjectStore
+from cachefs.store.hop import Threads
+from cachefs.store.open import open_store
+
+T = TypeVar("T")
+
+RESTORE_WORKERS = 4
+SPARE_REQUESTS = 8
+"""Requests beside those of the uploads: pointers, manifests, listings."""
+NICE = 10
+REPORT_EVERY = 0.5
+"""Seconds between two figures."""
+_WRITES = {"put", "create_multipart"}
+_PR_SET_PDEATHSIG = 1
+_IOPRIO_SET, _IOPRIO_WHO_PROCESS, _IOPRIO_IDLE = 251, 1, 3 << 13
+"""ioprio_set(2) on x86-64; other machines number it differently and keep their normal priority."""
+
+
+def threads(config: Config) -> int:
+    """Return how many requests may be under way at once."""
+    return config.upload_concurrency + RESTORE_WORKERS + SPARE_REQUESTS
+
+
+def store_of(config: Config) -> ObjectStore:
+    """Return the store of a configuration. Raises InvalidError."""
+    return open_store(config.store, endpoint_url=config.endpoint_url, region=config.region, connections=threads(config))
+
+
+class CountingHop:
+    """Hops into worker threads, and counts what the store answered."""
+
+    def __init__(self, store: ObjectStore, limit: int) -> None:
+        self._store = store
+        self._threads = Threads(limit)
+        self.requests: Counter[str] = Counter()
+        """Requests by "operation outcome"."""
+        self.health = "ok"
+        """`ok`, or the last problem of the store in words."""
+
+    async def __call__(self, fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        """Run the call in a worker thread. Raises what it raises."""
+        request = getattr(fn, "__self__", None) is self._store
+        outcome = "ok"
+        try:
+            result = await self._threads(fn, *args, **kwargs)
+        except CachefsError as error:
+            outcome = error.reason if isinstance(error, UnavailableError) else type(error).__name__
+            missing = isinstance(error, NotFoundError) and request and fn.__name__ in _WRITES
+            if missing or isinstance(error, UnavailableError | DeniedError):
+                self.health = str(error)
+            raise
+        else:
+            if request:
+                self.health = "ok"
+            return result
+        finally:
+            if request:
+                self.requests[f"{fn.__name__} {outcome}"] += 1
+
+
+class Engine:
+    """Stages, flushes and publishes what the journal holds."""
+
+    def __init__(self, start: link.Start, channel: link.Link[link.ToEngine]) -> None:
+        self._config = config = link.unpacked(start.config)
+        self._link = channel
+        self._journal = Journal(config.staging / "journal")
+        self._tree_fd = os.open(config.staging / "tree", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self._pins = PinReader(config.staging / "pins")
+        self._store = store_of(config)
+        self._keys = Keys(self._store.prefix)
+        self._hop = CountingHop(self._store, threads(config))
+        self._gate = Gate(self._store, ranges=start.ranges, blocked=start.blocked)
+        self._stager = Stager(self._journal, self._pins, self._tree_fd, staged=self._staged)
+        self._flusher = Flusher(
+            self._journal,
+            self._store,
+            self._keys,
+            self._hop,
+            self._pins,
+            FlushSettings(
+                member=config.member, part_size=config.part_size, upload_concurrency=config.upload_concurrency
+            ),
+            on_flushed=self._wake_publisher,
+        )
+        placer = Placer(configured(config), config.run)
+        self._loose = LooseMirror(
+            self._journal,
+            self._store,
+            self._keys,
+            self._hop,
+            self._tree_fd,
+            config.run,
+            interval=config.loose_interval,
+            part_size=config.part_size,
+            is_loose=lambda path: placer.place(path) is None,
+        )
+        self._publisher: Publisher | None = None
+
+    async def run(self) -> None:
+        """Work until the mount process closes its end of the link."""
+        async with trio.open_nursery() as nursery:
+            await nursery.start(self._link.run)
+            await nursery.start(self._stager.run)
+            nursery.start_soon(self._tell)
+            nursery.start_soon(self._report)
+            if self._config.publish:
+                nursery.start_soon(self._publish)
+            while (message := await self._link.receive()) is not None:
+                self._take(message)
+            nursery.cancel_scope.cancel()
+
+    def _take(self, message: link.ToEngine) -> None:
+        match message:
+            case link.LooseChanged(path):
+                if self._config.loose:
+                    self._loose.note(path)
+            case link.Hint("closed"):
+                self._stager.wake()
+                self._flusher.wake()
+            case link.Hint("pinned"):
+                self._flusher.wake()
+            case _:
+                self._wake_publisher()
+                self._flusher.wake()
+
+    def _wake_publisher(self) -> None:
+        if self._publisher is not None:
+            self._publisher.wake()
+
+    def _staged(self) -> None:
+        self._flusher.wake()
+        self._wake_publisher()
+
+    async def _publish(self) -> None:
+        """Flush and publish, once the gate is open."""
+        config = self._config
+        ranges = await self._gate.wait_open(self._hop)
+        ownership = Ownership(
+            self._journal,
+            Writes(self._store, self._keys, self._hop),
+            config.member,
+            poll=config.pointer_poll,
+        )
+        self._publisher = Publisher(
+            self._journal,
+            self._store,
+            self._keys,
+            self._hop,
+            self._pins,
+            ownership,
+            PublishSettings(
+                member=config.member,
+                host=config.member,
+                writer=f"cachefs {__version__}",
+                level=config.test_level,
+                workers=RESTORE_WORKERS,
+                ranges=ranges,
+            ),
+            completeness=completeness,
+            changed=lambda _attempt: self._flusher.wake(),
+        )
+        async with trio.open_nursery() as nursery:
+            await nursery.start(self._flusher.run)
+            await nursery.start(self._publisher.run)
+            if config.loose:
+                # What changed while nobody looked is found by its identity.
+                for name in os.listdir(self._tree_fd):
+                    self._loose.note(os.fsencode(name))
+                await nursery.start(self._loose.run)
+
+    async def _tell(self) -> None:
+        """Tell the mount process of every commit."""
+        while True:
+            await self._journal.wait_changed()
+            self._link.send_nowait(link.Changed())
+
+    async def _report(self) -> None:
+        while True:
+            flushed = self._flusher.statistics()
+            self._link.send_nowait(
+                link.Figures(
+                    blocked=self._gate.blocked,
+                    health=self._hop.health,
+                    loose_pending=self._loose.pending(),
+                    flushed_bytes=flushed.flushed_bytes,
+                    orphans_aborted=flushed.orphans_aborted,
+                    failures=dict(flushed.failures),
+                    requests=dict(self._hop.requests),
+                )
+            )
+            await trio.sleep(REPORT_EVERY)
+
+
+def completeness(manifest: Manifest, open_source: Callable[[Shard], Source]) -> list[str]:
+    """Check the formats of a generation's files; return the names of the checks. Raises CorruptError."""
+    files = {path: open_source(shard) for shard in manifest.shards for path in shard.paths}
+    return check_generation(files, manifest.kind, manifest.preset)
+
+
+def _be_modest() -> None:
+    """Die with the parent, and let training code and the mount go first on processors and disk."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    os.setpriority(os.PRIO_PROCESS, 0, NICE)
+    if os.uname().machine == "x86_64":
+        libc.syscall(_IOPRIO_SET, _IOPRIO_WHO_PROCESS, 0, _IOPRIO_IDLE)
+
+
+async def _main(fd: int) -> None:
+    stream = trio.SocketStream(trio.socket.from_stdlib_socket(socket.socket(fileno=fd)))
+    channel: link.Link[link.ToEngine] = link.Link(stream, link.ToEngine)
+    start = await channel.receive()
+    if isinstance(start, link.Start):
+        config = link.unpacked(start.config)
+        log.configure(config.log_level, config.log_format)
+        await Engine(start, channel).run()
+
+
+def main() -> None:
+    """Run the engine on the socket whose descriptor is the first argument."""
+    parent = os.getppid()
+    _be_modest()
+    if os.getppid() != parent:
+        return  # it died before the kernel knew whom to tell
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)  # the mount process decides when the work ends
+    trio.run(_main, int(sys.argv[1]))
+
+
+if __name__ == "__main__":
+    main()
