@@ -267,11 +267,11 @@ def test_what_fsync_acknowledged_survives_every_kill(tmp_path: Path) -> None:
             await_condition(lambda: states(one, f"run/step-{number}.safetensors")[-1:] == ["published"], f"{number}")  # noqa: B023
         assert one.stop() == 0
         one.wipe_staging()
-    with open_store(f"file://{tmp_path}/store") as store:
-        keys = Keys(store.prefix)
-        for number in whole:
-            published = reader.find(store, keys, "run", f"step-{number}.safetensors")
-            (shard,) = reader.load_manifest(store, "run", published).shards
-            found = bytearray()
-            read_shard(store, shard, lambda _at, data: found.extend(data))  # noqa: B023
-            assert bytes(found) == header + bytes([number % 256]) * 70000
+    store = open_store(f"file://{tmp_path}/store")
+    keys = Keys(store.prefix)
+    for number in whole:
+        published = reader.find(store, keys, "run", f"step-{number}.safetensors")
+        (shard,) = reader.load_manifest(store, "run", published).shards
+        found = bytearray()
+        read_shard(store, shard, lambda _at, data: found.extend(data))  # noqa: B023
+        assert bytes(found) == header + bytes([number % 256]) * 70000
