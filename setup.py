@@ -7,7 +7,8 @@ from setuptools import Extension, setup
 
 
 def pkg_config(option: str) -> list[str]:
-    return shlex.split(subprocess.run(["pkg-config", option, "fuse3"], check=True, capture_output=True, text=True).stdout)
+    found = subprocess.run(["pkg-config", option, "fuse3"], check=True, capture_output=True, text=True)
+    return shlex.split(found.stdout)
 
 
 setup(

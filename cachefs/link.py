@@ -86,7 +86,7 @@ class Link(Generic[T]):
         async for data in self._queue:
             try:
                 await self._stream.send_all(data)
-            except trio.BrokenResourceError:
+            except (trio.BrokenResourceError, trio.ClosedResourceError):
                 return
 
     async def receive(self) -> T | None:
@@ -94,7 +94,7 @@ class Link(Generic[T]):
         while b"\n" not in self._rest:
             try:
                 data = await self._stream.receive_some()
-            except trio.BrokenResourceError:
+            except (trio.BrokenResourceError, trio.ClosedResourceError):
                 return None
             if not data:
                 return None

@@ -52,6 +52,7 @@ class Supervisor:
         self._process: subprocess.Popen[bytes] | None = None
         self._before = Totals()
         self._stopping = False
+        self._gone = trio.Event()
         self.restarts = 0
         self.figures = link.Figures(blocked, "ok", 0, 0, 0, {}, {})
 
@@ -87,7 +88,7 @@ class Supervisor:
             began = clock.monotonic()
             code = await self._one_engine()
             if self._stopping:
-                return
+                break
             pause = RESTART if clock.monotonic() - began > RESTART_MOST else min(pause * 2, RESTART_MOST)
             self.restarts += 1
             self._before = self.totals()
@@ -96,6 +97,7 @@ class Supervisor:
             )
             _log.error("the engine ended; it is started again", exit_code=code, seconds=pause)
             await trio.sleep(pause)
+        self._gone.set()
 
     async def _one_engine(self) -> int:
         """Start an engine and listen to it until it ends; return its exit code."""
@@ -136,10 +138,11 @@ class Supervisor:
         return process.wait()
 
     async def stop(self) -> None:
-        """Let the engine end."""
+        """Let the engine end, and return when it has."""
         self._stopping = True
         if self._link is not None:
             await self._link.aclose()
+            await self._gone.wait()
 
 
 def _spawn() -> tuple[subprocess.Popen[bytes], socket.socket]:

@@ -180,7 +180,6 @@ def test_background_work_never_moves_a_time(mounted, mnt):
         assert os.stat(place / "run").st_mtime_ns == LONG_AGO
 
 
-@pytest.mark.xfail(reason="staging and flushing take a changed time for changed bytes")
 def test_back_dating_a_file_after_its_close_does_not_cost_its_save(mounted, mnt):
     """As copies that keep times do; the call may come at any moment while the save is being staged and sent."""
     put(mnt / "x.pt", b"x" * 30_000_000)

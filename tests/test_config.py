@@ -53,8 +53,9 @@ def test_a_flag_of_none_and_an_empty_variable_are_not_given(toml):
 def test_every_key_is_reachable_by_its_variable():
     raw = {
         "mountpoint": "/m", "store": "s3://bucket", "staging": "/s", "endpoint_url": "http://[::1]:9000", "region": "r",
-        "run": "a/b", "member": "n", "publish": "false", "presets": "dcp, hf", "metrics": "off", "data_path": "python", "allow_other": "false",
-        "data_path": "python", "upload_concurrency": "3", "part_size": "8MiB", "test_level": "checksum", "drain_timeout": "2m",
+        "run": "a/b", "member": "n", "publish": "false", "presets": "dcp, hf", "metrics": "off", "allow_other": "false",
+        "data_path": "python", "upload_concurrency": "3", "part_size": "8MiB", "test_level": "checksum",
+        "drain_timeout": "2m",
         "close_deadline": "1h", "settle": "0", "quiet": "250ms", "loose": "false", "loose_interval": "5",
         "early_upload_delay": "1.5", "reserve": "2GB", "full_timeout": "1m",
         "pointer_poll": "3s", "log_level": "debug", "log_format": "json",
@@ -63,7 +64,8 @@ def test_every_key_is_reachable_by_its_variable():
     assert msgspec.structs.asdict(made) == {
         "mountpoint": Path("/m"), "store": "s3://bucket", "staging": Path("/s"), "endpoint_url": "http://[::1]:9000",
         "region": "r", "run": "a/b", "member": "n", "publish": False, "presets": ("dcp", "hf"), "preset": (),
-        "metrics": "off", "data_path": "python", "allow_other": False, "upload_concurrency": 3, "part_size": 8 * MIB, "test_level": "checksum",
+        "metrics": "off", "data_path": "python", "allow_other": False, "upload_concurrency": 3,
+        "part_size": 8 * MIB, "test_level": "checksum",
         "drain_timeout": 120.0, "close_deadline": 3600.0, "settle": 0.0, "quiet": 0.25, "loose": False,
         "loose_interval": 5.0, "early_upload_delay": 1.5, "reserve": 2 * 10**9,
         "full_timeout": 60.0, "pointer_poll": 3.0, "log_level": "debug", "log_format": "json",

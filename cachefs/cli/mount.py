@@ -9,7 +9,7 @@ from typing import Annotated, Any, TextIO
 
 import typer
 
-from cachefs import daemon, log
+from cachefs import log
 from cachefs.cli.options import ConfigFile, complete, with_config
 from cachefs.errors import CachefsError
 
@@ -23,6 +23,8 @@ def mount(
     flags: dict[str, Any],
 ) -> None:
     """Mount MOUNTPOINT and publish the checkpoints that are written there."""
+    from cachefs import daemon  # takes a while to import, and no other command needs it
+
     settings = complete(config, flags)
     ready = None
     if background:

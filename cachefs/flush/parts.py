@@ -22,9 +22,8 @@ def read_part(
     """Fill `buffer` with one part and return its SHA-256, binary; feed `whole`, the hash of the file, if given.
 
     The file must still be what was pinned. Raises CorruptError, which names it, when the pin is gone, has another size
-    or cannot be read from the disk. The modification time must agree only as long as no file hash is known: the hash is
-    the better witness, and anyone may set the time of a file that is still visible. Other OSErrors pass (out of
-    descriptors).
+    or cannot be read from the disk. The modification time is no witness: anyone may set it on a file that is still
+    visible; the hash of the file is one, as soon as it is known. Other OSErrors pass (out of descriptors).
     """
     try:
         while not _read_once(pins, record, part, buffer):
@@ -43,8 +42,7 @@ def _read_once(pins: PinReader, record: ShardRecord, part: Range, buffer: memory
     fd = pins.open(record.attempt, record.shard)
     try:
         stat, then = os.fstat(fd), record.identity
-        same = stat.st_size == then.size and (then.xxh3 is not None or stat.st_mtime_ns == then.mtime_ns)
-        whole = same and _fill(fd, part, buffer)
+        whole = stat.st_size == then.size and _fill(fd, part, buffer)
         if not pins.is_current(record.attempt, record.shard, fd):
             return False
     finally:
@@ -52,8 +50,7 @@ def _read_once(pins: PinReader, record: ShardRecord, part: Range, buffer: memory
     if not whole:
         raise damaged(
             record,
-            f"changed in staging after its save closed: {stat.st_size} bytes, modified at {stat.st_mtime_ns} ns; "
-            f"it was {then.size} bytes, modified at {then.mtime_ns} ns",
+            f"changed in staging after its save closed: {stat.st_size} bytes, it was {then.size}",
         )
     return True
 

@@ -155,9 +155,10 @@ def pin_file(
 
 
 def user_xattrs(dir_fd: int, name: bytes) -> dict[str, bytes]:
-    """Return the user's extended attributes of a file in a directory."""
+    """Return the user's extended attributes of a file in a directory; names that are no UTF-8 are left out."""
     path = b"/proc/self/fd/%d/%s" % (dir_fd, name)
     names = [attribute for attribute in os.listxattr(path, follow_symlinks=False) if attribute.startswith("user.")]
+    names = [attribute for attribute in names if os.fsencode(attribute).decode("utf-8", "replace") == attribute]
     return {attribute: os.getxattr(path, attribute, follow_symlinks=False) for attribute in names}
 
 

@@ -95,8 +95,8 @@ class EarlyUploads:
         above, _, name = path.rpartition(b"/")
         try:
             fd = os.open(above or b".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self._tree_fd)
-        except FileNotFoundError:
-            return
+        except OSError:
+            return  # renamed or removed meanwhile
         try:
             shard = pin_file(
                 self._pins,
@@ -108,8 +108,8 @@ class EarlyUploads:
                 key=lambda shard, inside: self._key(record, shard, inside),
                 early=True,
             )
-        except FileNotFoundError:
-            return  # renamed or removed meanwhile: a rename announced the new name by itself
+        except OSError:
+            return  # gone meanwhile, or no room for the link: the close of the save pins what is there then
         finally:
             os.close(fd)
         self._by_ino[shard.identity.ino] = shard

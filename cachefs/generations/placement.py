@@ -70,13 +70,14 @@ class Placer:
         return found or self._build(path, None, "file" if is_file else "directory", (), temporary=False)
 
     def _find_named(self, directory: bytes) -> Placement | None:
-        if not directory:
-            return None
-        above = self._named(parent(directory))
-        if above is not None:
-            return above
-        placement = self._directory(directory)
-        return placement if placement and any(not preset.generic for preset in placement.candidates) else None
+        end = -1
+        while directory and end < len(directory):
+            end = directory.find(b"/", end + 1)
+            end = len(directory) if end < 0 else end
+            placement = self._directory(directory[:end])
+            if placement and any(not preset.generic for preset in placement.candidates):
+                return placement
+        return None
 
     def _by_evidence(self, path: bytes) -> Placement | None:
         root = parent(path)

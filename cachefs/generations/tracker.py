@@ -237,8 +237,11 @@ class Tracker:
                     lambda: closer.close(path, early, temp_names=temp_names, trackers=trackers)
                 )
             except OSError as error:
-                await self._journal_end(save.attempt, f"its files could not be pinned: {error.strerror}")
-                raise
+                # The operation that closed the save is done; the training code has no part in this failure.
+                reason = f"its files could not be pinned: {error.strerror}"
+                _log.error("save abandoned", path=to_text(path), reason=reason)
+                await self._journal_end(save.attempt, reason)
+                return
             dropped = await self._journal.write(lambda txn: _closed(txn, attempt, action, closed))
             self.early.settled(save.attempt)
             for shard in dropped:

@@ -220,7 +220,6 @@ async def test_what_is_gone_or_ended_meanwhile_is_not_pinned(staging, early, wha
 
 
 @pytest.mark.parametrize("what", ["a file in place of the directory", "no room"])
-@pytest.mark.xfail(reason="only a missing file is expected; any other error ends the daemon", strict=True)
 async def test_an_early_pin_that_cannot_be_made_is_only_not_made(staging, early, monkeypatch, what):
     """The upload then starts when the save closes."""
     put(staging, "run/step-1/x.bin")
