@@ -91,6 +91,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     part_size: Annotated[int, _size("bytes of one part; larger files are sent in parts", ge=5 * MIB, le=5 * GIB)] = (
         64 * MIB
     )
+    bandwidth: Annotated[int, _size("bytes per second that the flush may send, `0` for no limit")] = 0
     test_level: Annotated[
         Literal["checksum", "bytes"], _text("restore test: compare the store's `checksum`s, or read all `bytes` back")
     ] = "bytes"

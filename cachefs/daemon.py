@@ -12,15 +12,16 @@ import signal
 from collections.abc import Callable
 from contextlib import ExitStack
 
+import msgspec
 import structlog
 import trio
 
 from cachefs import clock, control, metrics, notify
 from cachefs.config import Config
 from cachefs.engine import store_of
-from cachefs.errors import CachefsError, PendingError
+from cachefs.errors import CachefsError, PendingError, StagingError
 from cachefs.formats.keys import Keys
-from cachefs.formats.records import State
+from cachefs.formats.records import Meta, State
 from cachefs.gate import try_store
 from cachefs.gauges import Gauges
 from cachefs.generations.catalog import configured
@@ -61,6 +62,23 @@ def run(config: Config, *, ready: Callable[[], None] | None = None) -> int:
     return 0
 
 
+def _claim(journal: Journal, store: str, member: str) -> None:
+    """Bind a staging directory to a store and a member name; another one may follow when nothing is pending.
+
+    Raises StagingError: object keys of pending saves hold both.
+    """
+    with journal.read() as txn:
+        meta = txn.meta.get("meta") or Meta()
+        pending = [attempt.path for attempt in txn.attempts.scan() if not attempt.state.final]
+    if pending and meta.store and (meta.store, meta.member) != (store, member):
+        raise StagingError(
+            f"staging holds saves of member {meta.member} for {meta.store} that are not published ({pending[0]}, ...)",
+            hint=f"mount it with --store {meta.store} --member {meta.member} until nothing is pending (cachefs flush)",
+        )
+    changed = msgspec.structs.replace(meta, store=store, member=member)
+    journal.write_now(lambda txn: txn.meta.put("meta", changed))
+
+
 def _first(group: BaseException) -> BaseException:
     while isinstance(group, BaseExceptionGroup):
         group = group.exceptions[0]
@@ -87,6 +105,7 @@ class Daemon:
         store = store_of(config)
         self._store_url = store.url
         self._keys = Keys(store.prefix)
+        _claim(self._journal, store.url, config.member)
         ranges, blocked = try_store(store) if config.publish else (None, "mounted with --no-publish")
         self._supervisor = Supervisor(config, ranges=ranges, blocked=blocked, changed=self._engine_changed)
         self._stop_drain = trio.CancelScope()

@@ -120,7 +120,10 @@ class Engine:
             self._hop,
             self._pins,
             FlushSettings(
-                member=config.member, part_size=config.part_size, upload_concurrency=config.upload_concurrency
+                member=config.member,
+                part_size=config.part_size,
+                upload_concurrency=config.upload_concurrency,
+                bandwidth=config.bandwidth,
             ),
             on_flushed=self._wake_publisher,
         )

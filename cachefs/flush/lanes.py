@@ -15,6 +15,7 @@ import trio
 
 from cachefs import clock
 from cachefs.flush.plan import Backoff
+from cachefs.flush.throttle import Throttle
 
 
 class LaneStatistics(msgspec.Struct, frozen=True):
@@ -29,9 +30,12 @@ class LaneStatistics(msgspec.Struct, frozen=True):
 class Lanes:
     """The slots, the buffers and the back-off of every run. For one event loop; not thread-safe."""
 
-    def __init__(self, limit: int, buffer_size: int, *, base: float, cap: float) -> None:
-        """`limit` slots; buffers of `buffer_size` bytes are used again. `base` and `cap` of back-off in seconds."""
+    def __init__(self, limit: int, buffer_size: int, *, base: float, cap: float, bandwidth: int = 0) -> None:
+        """`limit` slots; buffers of `buffer_size` bytes are used again. `base` and `cap` of back-off in seconds,
+        `bandwidth` in bytes per second (0: no limit).
+        """
         self.limit = limit
+        self.throttle = Throttle(bandwidth)
         self._busy_runs = 1
         self._buffer_size = buffer_size
         self._spare: list[bytearray] = []

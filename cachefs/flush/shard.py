@@ -195,6 +195,7 @@ class Upload:
                         sent[part.number] = held
                         break
                     self._ask()
+                    await doors.lanes.throttle.take(part.length)
                     etag = await doors.hop(
                         doors.store.upload_part, record.key, record.upload_id, part.number, buffer, sha256=digest
                     )

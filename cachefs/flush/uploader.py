@@ -28,11 +28,14 @@ PAUSE = 0.05
 
 
 class FlushSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """`part_size` in bytes; `upload_concurrency` is the number of parts in memory at any time, times in seconds."""
+    """`part_size` in bytes, `bandwidth` in bytes per second (0: no limit), times in seconds; `upload_concurrency` is
+    the number of parts in memory at any time.
+    """
 
     member: str
     part_size: int = 64 << 20
     upload_concurrency: int = 8
+    bandwidth: int = 0
     tick: float = 5.0
     backoff_base: float = 0.5
     backoff_cap: float = 30.0
@@ -99,7 +102,11 @@ class Flusher:
         self._settings = settings
         self._on_flushed = on_flushed
         self._lanes = Lanes(
-            settings.upload_concurrency, settings.part_size, base=settings.backoff_base, cap=settings.backoff_cap
+            settings.upload_concurrency,
+            settings.part_size,
+            base=settings.backoff_base,
+            cap=settings.backoff_cap,
+            bandwidth=settings.bandwidth,
         )
         self._doors = Doors(journal, store, hop, pins, self._lanes, self._count)
         self._orphans = Orphans(self._doors, keys, settings.member)
