@@ -121,6 +121,7 @@ class Daemon:
                 await nursery.start(self._tracker.run)
                 await nursery.start(self._tracker.early.run)
                 await nursery.start(self._tracker.release)
+                await nursery.start(self._tracker.watch_survivors)
                 await nursery.start(control.serve, self._staging.socket, self._reporter.handle)
                 await nursery.start(self._gauges.run)
                 await nursery.start(self._watch_signals)

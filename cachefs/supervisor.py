@@ -48,6 +48,7 @@ class Supervisor:
         """`ranges` and `blocked` as in link.Start; `changed` is called when the engine has changed the journal."""
         self._start = link.Start(link.packed(config), ranges, blocked)
         self._changed = changed
+        self._mirrors = config.publish and config.loose
         self._link: link.Link[link.ToMount] | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._before = Totals()
@@ -73,8 +74,9 @@ class Supervisor:
         self._send(link.Hint(what))  # type: ignore[arg-type]
 
     def loose(self, path: bytes) -> None:
-        """Tell the engine that a loose file changed."""
-        self._send(link.LooseChanged(path))
+        """Tell the engine that a loose file changed, if it mirrors them."""
+        if self._mirrors:
+            self._send(link.LooseChanged(path))
 
     def _send(self, message: link.ToEngine) -> None:
         if self._link is not None:  # a new engine reads the journal first

@@ -88,10 +88,12 @@ class ResumedSave(msgspec.Struct, frozen=True):
     """A save the journal knows after a restart. `baselines` are those taken when it was opened, by path in the mount.
 
     `closed` saves are only remembered, so that a change in them is told from a new save. `opened_as` is the path at
-    `OpenSave` if it was another (a temporary name).
+    `OpenSave` if it was another (a temporary name). `written` are the files, by path in the mount, that a process which
+    outlived the mount still writes; it is told when they are closed.
     """
 
     path: bytes
     baselines: Mapping[bytes, Baseline | None] = {}
     closed: bool = False
     opened_as: bytes = b""
+    written: Sequence[bytes] = ()

@@ -108,8 +108,8 @@ class Detector(Ledger):
     def resume(self, saves: Iterable[ResumedSave], view: View, now: float) -> list[Action]:
         """Take in the saves of a process that is gone; close those whose signal came while nobody looked.
 
-        Every file counts as closed. A marker that differs from its baseline was written in the save. A save that stays
-        open is superseded by the next change in it, since no writer outlives the mount.
+        Every file counts as closed but those still `written`. A marker that differs from its baseline was written in
+        the save. A save that stays open is superseded by the next change in it.
         """
         for resumed in saves:
             placement = self._placer.any(resumed.path, is_file=view.source(resumed.path) is not None)
@@ -122,11 +122,15 @@ class Detector(Ledger):
             save.written = {name for name in names if resumed.path + b"/" + name not in old}
             self._saves[resumed.path] = save
             self._dirty.add(resumed.path)
+            for path in resumed.written:
+                self._files.opened(path)
             if placement.kind == "file":
-                self._check_file(save, now, view, renamed=True)
+                if resumed.path not in self._files:
+                    self._check_file(save, now, view, renamed=True)
                 continue
             for name in sorted(save.written):
-                self._inner(save, name, now, renamed=True)
+                if resumed.path + b"/" + name not in self._files:
+                    self._inner(save, name, now, renamed=True)
             for preset in placement.candidates:
                 for path in signals.named_paths(placement, preset):
                     if inside(path, resumed.path) or path in old:

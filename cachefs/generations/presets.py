@@ -10,7 +10,7 @@ whole.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -104,16 +104,19 @@ def _regex(pattern: str) -> re.Pattern[bytes]:
 
 
 @lru_cache(maxsize=4096)
-def _glob(pattern: str) -> re.Pattern[bytes]:
-    out = []
-    for token in re.split(r"(\*\*/|\*\*|\*|\?)", pattern):
-        out.append({"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}.get(token, re.escape(token)))
-    return re.compile("".join(out).encode(), re.DOTALL)
+def _globs(patterns: tuple[str, ...]) -> re.Pattern[bytes]:
+    """Return one expression for a path that matches any of the globs."""
+    tokens = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
+    each = [
+        "".join(tokens.get(token, re.escape(token)) for token in re.split(r"(\*\*/|\*\*|\*|\?)", pattern))
+        for pattern in patterns
+    ]
+    return re.compile("|".join(each).encode(), re.DOTALL)
 
 
-def matches(path: bytes, globs: Iterable[str]) -> bool:
+def matches(path: bytes, globs: Sequence[str]) -> bool:
     """Return whether a path relative to the generation matches one of the globs."""
-    return any(_glob(glob).fullmatch(path) for glob in globs)
+    return bool(globs) and _globs(tuple(globs)).fullmatch(path) is not None
 
 
 def step_of(match: re.Match[bytes]) -> int | None:

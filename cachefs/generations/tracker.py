@@ -36,9 +36,12 @@ from cachefs.generations.view import TreeView
 from cachefs.journal import Journal, Txn
 from cachefs.staging.changes import Change, Kind
 from cachefs.staging.pins import Pins
+from cachefs.staging.survivors import Survivors
 
 _log = structlog.get_logger(__name__)
 _REWRITES = (Kind.OPENED, Kind.TRUNCATED)
+_LOOK = 0.5
+"""Seconds after which a file that a process of an earlier mount still writes is looked at again."""
 
 
 class Hints(msgspec.Struct, frozen=True):
@@ -92,9 +95,12 @@ class Tracker:
         self._member = member
         self._hints = hints
         self._view = TreeView(tree_fd)
+        self._survivors = Survivors(tree_fd)
         self._saves: dict[bytes, _Save] = {}
         self._closing: dict[bytes, _Save] = {}
         self._changed = trio.Event()
+        self._looks_at = float("inf")
+        """When `run` looks again by itself."""
         self._over = trio.Event()
         self.early = EarlyUploads(journal, pins, tree_fd, delay=early_delay, key=self._key, pinned=hints.pinned)
 
@@ -131,7 +137,9 @@ class Tracker:
         actions = self._detector.observe(change, clock.monotonic(), self._view)
         if change.writers == 0 and change.kind in (Kind.CLOSED, Kind.RENAMED, Kind.LINKED) and not change.is_dir:
             self._note_early(change.path)
-        self._changed.set()
+        deadline = self._detector.next_deadline()
+        if deadline is not None and deadline < self._looks_at:
+            self._changed.set()
         return self._carry_out(actions)
 
     def _note_early(self, path: bytes) -> None:
@@ -280,7 +288,8 @@ class Tracker:
             if waiting is not None:
                 await waiting
             deadline = self._detector.next_deadline()
-            wait = float("inf") if deadline is None else max(deadline - clock.monotonic(), 0.01)
+            self._looks_at = float("inf") if deadline is None else deadline
+            wait = max(self._looks_at - clock.monotonic(), 0.01)
             with trio.move_on_after(wait):
                 await self._changed.wait()
 
@@ -345,7 +354,10 @@ class Tracker:
                 continue
             if is_open or attempt.closed_at is not None:
                 baselines = {to_bytes(marker): baseline for marker, baseline in attempt.baselines.items()}
-                resumed.append(ResumedSave(path, baselines, closed=not is_open))
+                written = self._survivors.find(self._files(path, attempt)) if is_open else []
+                if written:
+                    _log.warning("a process of the last mount still writes", path=attempt.path, files=len(written))
+                resumed.append(ResumedSave(path, baselines, closed=not is_open, written=written))
         # The detector names what it takes up by path, so the attempts must be known before it speaks.
         for save in resumed:
             if not save.closed:
@@ -357,6 +369,22 @@ class Tracker:
         if waiting is not None:
             await waiting
         self._changed.set()
+
+    def _files(self, path: bytes, attempt: AttemptRecord) -> list[bytes]:
+        return [path] if attempt.kind == "file" else [path + b"/" + name for name in self._view.names(path)]
+
+    async def watch_survivors(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Tell of the closes that no mount sees: of files whose writers outlived the last one."""
+        task_status.started()
+        try:
+            while self._survivors:
+                for path in self._survivors.ended():
+                    waiting = self.after(Change(Kind.CLOSED, path))
+                    if waiting is not None:
+                        await waiting
+                await trio.sleep(_LOOK)
+        finally:
+            self._survivors.close()
 
     def _sweep(self, txn: Txn) -> None:
         for attempt in txn.attempts.scan():

@@ -21,6 +21,8 @@ from integration.bench.workload import MIB
 
 Figures = dict[str, dict[str, list[float]]]
 """By figure and target: the values of the rounds."""
+ORDER = ("raw", "kernel", "python", "pyfuse3", "rclone", "rclone copy", "cachefs", "open + close")
+"""Columns of the tables; ratios are to the first one there."""
 console = Console(width=150)
 
 
@@ -77,13 +79,14 @@ def shown(value: float) -> str:
 
 def table(title: str, figures: Figures) -> Table:
     """Lay figures out: medians, and the median ratio to the first target that has the figure."""
-    names = list(dict.fromkeys(name for by_target in figures.values() for name in by_target))
+    found = dict.fromkeys(name for by_target in figures.values() for name in by_target)
+    names = [name for name in ORDER if name in found]
     out = Table(title=title)
     out.add_column("figure")
     for name in names:
         out.add_column(name, justify="right")
     for figure, by_target in figures.items():
-        base = next(iter(by_target.values()))
+        base = next(by_target[name] for name in names if name in by_target)
         cells = []
         for name in names:
             values = by_target.get(name)
@@ -134,8 +137,7 @@ def main() -> None:
         with targets.sink(place) as endpoint:
             if given.only in (None, "flush"):
                 result["flush"] = transposed(flushing.throughput(place, staging, endpoint, given.rounds))
-                reversed_order = {name: dict(reversed(by.items())) for name, by in result["flush"].items()}
-                console.print(table("flush of 1 GiB into a sink (ratio to rclone copy)", reversed_order))
+                console.print(table("flush of 1 GiB into a sink (ratio to rclone copy)", result["flush"]))
             if given.only in (None, "latency"):
                 late = flushing.latency(place, staging, endpoint, given.rounds, 2.0 if given.quick else 5.0)
                 result["latency"] = transposed({"open + close": late})
