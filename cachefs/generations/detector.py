@@ -124,6 +124,7 @@ class Detector(Ledger):
             self._dirty.add(resumed.path)
             for path in resumed.written:
                 self._files.opened(path)
+                save.renamed.add(placement.relative(path))
             if placement.kind == "file":
                 if resumed.path not in self._files:
                     self._check_file(save, now, view, renamed=True)

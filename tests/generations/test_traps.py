@@ -389,6 +389,23 @@ def test_signal_during_the_crash_closes_at_resume():
     assert world.closes == [(STEP, "torchtitan", 5)]
 
 
+def test_a_writer_that_outlived_the_mount_holds_its_save_back_until_it_closes():
+    """The kernel lets it write on; a save is not complete before, and its marker may be the file in question."""
+    for held in ("__1_0.distcp", ".metadata"):
+        world = World()
+        base = baselines(world, STEP)
+        dcp_save(world, STEP)
+        written = [f"{STEP}/{held}".encode()]
+        assert written[0] in world.files
+        world.detector = Detector(Placer(world.presets), **world.options)
+        world.actions.clear()
+        resumed = ResumedSave(STEP.encode(), base, written=written)
+        world._check(world.detector.resume([resumed], world, world.now))
+        assert not world.closes
+        world.tell(Change(Kind.CLOSED, written[0]))
+        assert world.closes == [(STEP, "torchtitan", 5)]
+
+
 def test_old_marker_does_not_close_at_resume():
     world = World()
     dcp_save(world, STEP)
