@@ -12,6 +12,9 @@
  *                   FUSE_PASSTHROUGH with max_stack_depth when it is wanted and offered
  *   OPEN, CREATE    FOPEN_PASSTHROUGH and the backing id registered for the handle
  *   OPENDIR         FOPEN_CACHE_DIR: the kernel keeps listings until the directory changes
+ *   GETATTR         of a directory: answered here, from the daemon's descriptor of it. The kernel forgets a directory's
+ *                   attributes with every change in it and asks for them again before the next one, to check permissions
+ *   GETXATTR        of security.capability: there is none; asked for once for each new file that is written
  *
  * Layouts and numbers are those of the Linux UAPI header fuse.h (7.40); they are fixed by the kernel's ABI. No Python code
  * runs for a message, and the GIL is not needed: libfuse may call from any thread.
@@ -27,10 +30,11 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/ioctl.h>
+#include <sys/stat.h>
 #include <sys/uio.h>
 #include <unistd.h>
 
-enum { OP_SETATTR = 4, OP_OPEN = 14, OP_WRITE = 16, OP_INIT = 26, OP_OPENDIR = 27, OP_CREATE = 35 };
+enum { OP_GETATTR = 3, OP_SETATTR = 4, OP_OPEN = 14, OP_WRITE = 16, OP_GETXATTR = 22, OP_INIT = 26, OP_OPENDIR = 27, OP_CREATE = 35 };
 
 #define INIT_SPLICE_READ (1u << 9)
 #define INIT_KILLPRIV_V2 (1u << 28)
@@ -67,6 +71,12 @@ struct open_out {
     uint64_t fh;
     uint32_t open_flags, backing_id;
 };
+struct attr_out {
+    uint64_t valid;
+    uint32_t valid_nsec, dummy;
+    uint64_t ino, size, blocks, atime, mtime, ctime;
+    uint32_t atimensec, mtimensec, ctimensec, mode, nlink, uid, gid, rdev, blksize, flags;
+};
 struct backing_map {
     int32_t fd;
     uint32_t flags;
@@ -81,6 +91,11 @@ struct custom_io { /* as in fuse_lowlevel.h of 3.10 to 3.16; later ones append t
     void *splice_receive, *splice_send;
 };
 
+#define ATTR_SECONDS 300 /* as operations.TIMEOUT */
+struct directory {
+    uint64_t nodeid; /* 0: never used */
+    int fd;          /* -1: forgotten */
+};
 #define PENDING 1024
 static struct {
     pthread_mutex_t lock;
@@ -88,11 +103,82 @@ static struct {
     unsigned count;
     uint32_t *backing; /* by handle: backing id, 0 for none */
     size_t handles;
+    struct directory *directories; /* a hash table with open addressing; `room` is a power of two */
+    size_t room, used;
     int fd;            /* the session's /dev/fuse, -1 before the mount */
     int wanted;        /* stack depth to ask passthrough for, 0: do not */
     int offered, granted, hooked;
     int kills;         /* whether the last request asks to drop set-user-id and set-group-id bits, if it was seen */
 } state = {.lock = PTHREAD_MUTEX_INITIALIZER, .fd = -1};
+
+static struct directory *slot(struct directory *table, size_t room, uint64_t nodeid)
+{
+    size_t at = (nodeid * 0x9E3779B97F4A7C15u) & (room - 1);
+    while (table[at].nodeid && table[at].nodeid != nodeid)
+        at = (at + 1) & (room - 1);
+    return &table[at];
+}
+
+/* Return 0, or -1 without memory. Forgotten directories are left behind when the table grows. */
+static int know_directory(uint64_t nodeid, int fd)
+{
+    if (state.used * 2 >= state.room) {
+        size_t living = 0, room = 1024;
+        for (size_t i = 0; i < state.room; i++)
+            living += state.directories[i].nodeid && state.directories[i].fd >= 0;
+        while (room < living * 4 + 4)
+            room *= 2;
+        struct directory *more = calloc(room, sizeof *more);
+        if (!more)
+            return -1;
+        for (size_t i = 0; i < state.room; i++)
+            if (state.directories[i].nodeid && state.directories[i].fd >= 0)
+                *slot(more, room, state.directories[i].nodeid) = state.directories[i];
+        free(state.directories);
+        state.directories = more;
+        state.room = room;
+        state.used = living;
+    }
+    struct directory *found = slot(state.directories, state.room, nodeid);
+    state.used += !found->nodeid;
+    found->nodeid = nodeid;
+    found->fd = fd;
+    return 0;
+}
+
+/* Answer a GETATTR of a directory; return whether that was done. */
+static int answer_directory(int fuse_fd, const struct in_header *head)
+{
+    struct { struct out_header head; struct attr_out attr; } reply = {0};
+    struct stat st;
+    int fd = state.room ? slot(state.directories, state.room, head->nodeid)->fd : -1;
+
+    if (!state.room || !slot(state.directories, state.room, head->nodeid)->nodeid || fd < 0)
+        return 0;
+    if (fstat(fd, &st) != 0 || !S_ISDIR(st.st_mode))
+        return 0;
+    reply.head.len = sizeof reply;
+    reply.head.unique = head->unique;
+    reply.attr = (struct attr_out){
+        .valid = ATTR_SECONDS, .ino = head->nodeid, .size = st.st_size, .blocks = st.st_blocks,
+        .atime = st.st_atim.tv_sec, .mtime = st.st_mtim.tv_sec, .ctime = st.st_ctim.tv_sec,
+        .atimensec = st.st_atim.tv_nsec, .mtimensec = st.st_mtim.tv_nsec, .ctimensec = st.st_ctim.tv_nsec,
+        .mode = st.st_mode, .nlink = st.st_nlink, .uid = st.st_uid, .gid = st.st_gid, .blksize = st.st_blksize,
+    };
+    return write(fuse_fd, &reply, sizeof reply) == sizeof reply;
+}
+
+/* Answer a GETXATTR of security.capability; return whether that was done. */
+static int answer_capability(int fuse_fd, const struct in_header *head, size_t len)
+{
+    static const char name[] = "security.capability";
+    const char *asked = (const char *)(head + 1) + 8; /* after size and padding */
+    struct out_header reply = {.len = sizeof reply, .error = -ENODATA, .unique = head->unique};
+
+    if (len < sizeof *head + 8 + sizeof name || memcmp(asked, name, sizeof name) != 0)
+        return 0;
+    return write(fuse_fd, &reply, sizeof reply) == sizeof reply;
+}
 
 static void seen(struct in_header *head, size_t len)
 {
@@ -177,10 +263,19 @@ static ssize_t on_read(int fd, void *buf, size_t len, void *userdata)
 {
     (void)userdata;
     ssize_t got = read(fd, buf, len);
+    int done = 0;
     if (got >= (ssize_t)sizeof(struct in_header)) {
         pthread_mutex_lock(&state.lock);
-        seen(buf, (size_t)got);
+        uint32_t opcode = ((struct in_header *)buf)->opcode;
+        done = (opcode == OP_GETATTR && answer_directory(fd, buf)) ||
+               (opcode == OP_GETXATTR && answer_capability(fd, buf, (size_t)got));
+        if (!done)
+            seen(buf, (size_t)got);
         pthread_mutex_unlock(&state.lock);
+    }
+    if (done) {
+        errno = EINTR; /* nothing is left for the caller, who then waits for the next message */
+        return -1;
     }
     return got;
 }
@@ -282,6 +377,20 @@ static PyObject *set_backing(PyObject *self, PyObject *args)
     Py_RETURN_NONE;
 }
 
+static PyObject *set_directory(PyObject *self, PyObject *args)
+{
+    unsigned long long nodeid;
+    int fd, failed;
+    if (!PyArg_ParseTuple(args, "Ki", &nodeid, &fd))
+        return NULL;
+    pthread_mutex_lock(&state.lock);
+    failed = know_directory(nodeid, fd);
+    pthread_mutex_unlock(&state.lock);
+    if (failed)
+        return PyErr_NoMemory();
+    Py_RETURN_NONE;
+}
+
 static PyObject *kills(PyObject *self, PyObject *args)
 {
     /* A request that was not seen may have asked for it. */
@@ -294,6 +403,7 @@ static PyMethodDef methods[] = {
     {"backing_open", backing_open, METH_VARARGS, "Register a descriptor's file with the kernel; return its backing id."},
     {"backing_close", backing_close, METH_VARARGS, "Release a backing id."},
     {"set_backing", set_backing, METH_VARARGS, "Let the reply for a file handle carry a backing id (0: none)."},
+    {"set_directory", set_directory, METH_VARARGS, "Say by which descriptor a directory node is reached (-1: no more)."},
     {"kills", kills, METH_NOARGS, "Return whether the request being handled asks, or may ask, to drop set-id bits."},
     {NULL, NULL, 0, NULL},
 };

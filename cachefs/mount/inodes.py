@@ -12,6 +12,8 @@ import errno
 import os
 from itertools import count
 
+from cachefs.mount.kernel import directory_closing, directory_opened
+
 ROOT_ID = 1
 """The kernel's node id of the mount root (FUSE_ROOT_ID, fuse_kernel.h)."""
 
@@ -71,6 +73,7 @@ class InodeTable:
         stat = os.fstat(tree_fd)
         self.root = Node(ROOT_ID, stat.st_ino, is_dir=True)
         self.root.dir_fd = tree_fd
+        directory_opened(ROOT_ID, tree_fd)
         self._nodes: dict[int, Node] = {ROOT_ID: self.root}
         self._by_ino: dict[int, Node] = {stat.st_ino: self.root}
         self._entries: dict[Name, Node] = {}
@@ -150,6 +153,7 @@ class InodeTable:
                 self._unname(key)
                 unsure.append(self._nodes[key[0]])
             if node.dir_fd >= 0:
+                directory_closing(node.id)
                 os.close(node.dir_fd)
 
     def removed(self, parent: int, name: bytes, *, last: bool = False) -> None:
@@ -201,6 +205,7 @@ class InodeTable:
             parent, name = self._any_name(one)
             flags = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
             one.dir_fd = os.open(name, flags, dir_fd=self._nodes[parent].dir_fd)
+            directory_opened(one.id, one.dir_fd)
         return node.dir_fd
 
     def at(self, node: Node) -> tuple[int, bytes]:

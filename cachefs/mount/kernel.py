@@ -56,6 +56,18 @@ def drops_privileges() -> bool:
     return _extension is not None and bool(_extension.kills())
 
 
+def directory_opened(node: int, fd: int) -> None:
+    """Let the extension answer for a directory's attributes, from this descriptor, until `directory_closing`."""
+    if _extension is not None:
+        _extension.set_directory(node, fd)
+
+
+def directory_closing(node: int) -> None:
+    """The descriptor of a directory is about to be closed."""
+    if _extension is not None:
+        _extension.set_directory(node, -1)
+
+
 def obstacle() -> str:
     """Return why the kernel path cannot be used here, or "" as far as that is known before the mount."""
     if _extension is None:
