@@ -39,6 +39,10 @@ from cachefs.staging.pins import Pins
 from cachefs.staging.survivors import Survivors
 
 _log = structlog.get_logger(__name__)
+HISTORY = 500
+"""Attempts that are over and stay in the journal, for `status` and to tell additions to a closed save from a new
+one.
+"""
 _REWRITES = (Kind.OPENED, Kind.TRUNCATED)
 _LOOK = 0.5
 """Seconds after which a file that a process of an earlier mount still writes is looked at again."""
@@ -298,7 +302,7 @@ class Tracker:
         self._over.set()
 
     async def release(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Drop the pins of attempts that are over and have no shard records any more, for ever.
+        """Drop the pins of attempts that are over and have no shard records any more, and forget old ones, for ever.
 
         This process alone makes and drops pins, because it counts a file's names by them.
         """
@@ -307,8 +311,11 @@ class Tracker:
             self._over = trio.Event()
             with self._journal.read() as txn:
                 over = [attempt for attempt in self._pins.attempts() if _is_over(txn, attempt)]
+                forgettable = txn.attempts.count() > 2 * HISTORY
             for attempt in over:
                 await trio.to_thread.run_sync(self._pins.drop_attempt, attempt)
+            if forgettable:
+                await self._journal.write(_forget)
             await self._over.wait()
 
     async def close_now(self, path: bytes) -> str:
@@ -402,6 +409,13 @@ async def _all(waiting: list[Awaitable[None]]) -> None:
 def _is_over(txn: Txn, attempt: str) -> bool:
     record = txn.attempts.get(attempt)
     return record is not None and record.state.final and not txn.shards_of(attempt)
+
+
+def _forget(txn: Txn) -> None:
+    """Delete the records of all but the newest HISTORY attempts that are over; the bucket keeps the published ones."""
+    over = [attempt for attempt in txn.attempts.scan() if _is_over(txn, attempt.attempt)]
+    for attempt in sorted(over, key=lambda record: record.serial)[:-HISTORY]:
+        txn.attempts.delete(attempt.attempt)
 
 
 def _insert(txn: Txn, record: AttemptRecord) -> None:

@@ -1,0 +1,266 @@
+"""The tracker on a real journal and real pins: what is journaled when, and what a restart takes up."""
+
+from __future__ import annotations
+
+import os
+import zipfile
+from contextlib import ExitStack
+from io import BytesIO
+
+import pytest
+import trio
+
+from cachefs.formats.keys import Keys
+from cachefs.formats.records import AttemptRecord, State
+from cachefs.generations import tracker as module
+from cachefs.generations.catalog import AUTO
+from cachefs.generations.detector import Detector
+from cachefs.generations.placement import Placer
+from cachefs.generations.tracker import Hints, Tracker
+from cachefs.journal import Journal
+from cachefs.staging.changes import Change, Kind
+from cachefs.staging.layout import Staging
+from cachefs.staging.pins import Pins
+from tests.generations.fake_torch import metadata_pickle
+
+
+def zipped(text: bytes) -> bytes:
+    """Return a small zip, as torch.save writes one."""
+    out = BytesIO()
+    with zipfile.ZipFile(out, "w") as archive:
+        archive.writestr("data", text)
+    return out.getvalue()
+
+
+def metadata(*names: str) -> bytes:
+    """Return a `.metadata` that lists shards."""
+    return metadata_pickle([f"__{name}.distcp" for name in names])
+
+
+class Mount:
+    """Stands in for the mount: changes the tree and reports it, as mount/ does."""
+
+    def __init__(self, root) -> None:
+        self.stack = ExitStack()
+        self.root = root
+        self.start()
+
+    def start(self) -> None:
+        """Start, or start again after `die`."""
+        self.staging = Staging(self.root)
+        self.stack.callback(self.staging.close)
+        self.journal = Journal(self.staging.journal)
+        self.stack.callback(self.journal.close)
+        self.pins = Pins(self.staging)
+        self.hints: list[object] = []
+        placer = Placer(AUTO)
+        self.tracker = Tracker(
+            self.journal,
+            self.pins,
+            self.staging.tree_fd,
+            Detector(placer),
+            placer,
+            Keys(),
+            member="node",
+            early_delay=0.0,
+            hints=Hints(
+                opened=lambda: self.hints.append("opened"),
+                closed=lambda: self.hints.append("closed"),
+                pinned=lambda: self.hints.append("pinned"),
+                loose=self.hints.append,
+            ),
+        )
+
+    def die(self) -> None:
+        """Stop without a word, as kill -9 does."""
+        self.stack.close()
+
+    async def report(self, kind: Kind, path: str, **facts) -> None:
+        waiting = self.tracker.after(Change(kind, path.encode(), **facts))
+        if waiting is not None:
+            await waiting
+
+    async def held(self, kind: Kind, path: str) -> None:
+        while (waiting := self.tracker.before(Change(kind, path.encode()))) is not None:
+            await waiting
+
+    async def write(self, path: str, data: bytes) -> None:
+        file = self.staging.tree / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        kind = Kind.TRUNCATED if file.exists() else Kind.CREATED
+        await self.held(kind, path)
+        if kind is Kind.TRUNCATED:
+            file.unlink()  # as the mount does with a pinned file: a fresh inode
+        file.write_bytes(b"")
+        await self.report(kind, path, writers=1)
+        file.write_bytes(data)
+        await self.report(Kind.CLOSED, path)
+
+    async def rename(self, old: str, new: str) -> None:
+        is_dir = (self.staging.tree / old).is_dir()
+        os.rename(self.staging.tree / old, self.staging.tree / new)
+        await self.report(Kind.RENAMED, new, old=old.encode(), is_dir=is_dir)
+
+    async def remove(self, path: str) -> None:
+        (self.staging.tree / path).unlink()
+        await self.report(Kind.REMOVED, path)
+
+    async def save(self, directory: str, **files: bytes) -> None:
+        """Save as DCP does; the last rename closes."""
+        for name, data in files.items():
+            await self.write(f"{directory}/__{name}.distcp", data)
+        await self.write(f"{directory}/.metadata.tmp", metadata(*files))
+        await self.rename(f"{directory}/.metadata.tmp", f"{directory}/.metadata")
+
+    def attempts(self) -> list[AttemptRecord]:
+        with self.journal.read() as txn:
+            return sorted(txn.attempts.scan(), key=lambda record: record.serial)
+
+    def pinned(self, attempt: AttemptRecord) -> dict[str, bytes]:
+        """Return what is pinned, by the paths of the shard records."""
+        with self.journal.read() as txn:
+            shards = txn.shards_of(attempt.attempt)
+        assert {shard.shard for shard in shards} == self.pins.shards(attempt.attempt)
+        return {
+            path: self.pins.path(attempt.attempt, shard.shard).read_bytes() for shard in shards for path in shard.paths
+        }
+
+
+@pytest.fixture
+def mount(tmp_path):
+    made = Mount(tmp_path / "staging")
+    yield made
+    made.die()
+
+
+async def test_the_first_file_is_acknowledged_after_its_attempt_is_journaled(mount):
+    await mount.write("run/step-5/__0_0.distcp", b"x")
+    (attempt,) = mount.attempts()
+    assert (attempt.run, attempt.generation, attempt.step, attempt.state) == ("run", "step-5", 5, State.OPEN)
+    assert attempt.closed_at is None
+    assert mount.hints == ["opened"]
+
+
+async def test_when_the_closing_operation_returns_every_file_is_pinned_and_journaled(mount):
+    await mount.save("run/step-5", **{"0_0": b"one", "1_0": b"two"})
+    (attempt,) = mount.attempts()
+    assert attempt.closed_at is not None
+    files = {"__0_0.distcp": b"one", "__1_0.distcp": b"two", ".metadata": metadata("0_0", "1_0")}
+    assert mount.pinned(attempt) == files
+    assert (attempt.files, attempt.size) == (3, sum(map(len, files.values())))
+    assert mount.hints[-1] == "closed"
+
+
+async def test_rotation_does_not_touch_a_closed_save_and_cancels_an_open_one(mount):
+    await mount.save("run/step-1", **{"0_0": b"kept"})
+    await mount.remove("run/step-1/__0_0.distcp")
+    await mount.write("run/step-2/__0_0.distcp", b"gone")
+    (mount.staging.tree / "run/step-2/__0_0.distcp").unlink()
+    (mount.staging.tree / "run/step-2").rmdir()
+    await mount.report(Kind.REMOVED, "run/step-2/__0_0.distcp")
+    await mount.report(Kind.REMOVED, "run/step-2", is_dir=True)
+    closed, cancelled = mount.attempts()
+    assert mount.pinned(closed)["__0_0.distcp"] == b"kept"
+    assert cancelled.state is State.ABANDONED
+    assert mount.pinned(cancelled) == {}
+
+
+async def test_overwriting_a_file_that_is_a_save_of_its_own_makes_another_attempt(mount):
+    for text in (b"first", b"second"):
+        await mount.write("run/model.pt", zipped(text))
+    one, two = mount.attempts()
+    assert mount.pinned(one) == {"model.pt": zipped(b"first")}
+    assert mount.pinned(two) == {"model.pt": zipped(b"second")}
+
+
+async def test_a_change_of_a_closing_save_waits_until_it_is_pinned(mount, monkeypatch):
+    """And nothing else waits."""
+    may_pin, order = trio.Event(), []
+    run_sync = trio.to_thread.run_sync
+
+    async def slowly(*arguments, **options):
+        await may_pin.wait()
+        order.append("pinned")
+        return await run_sync(*arguments, **options)
+
+    async def overwrite(nursery):
+        await mount.held(Kind.TRUNCATED, "run/model.pt")
+        order.append("overwritten")
+
+    async with trio.open_nursery() as nursery:
+        (mount.staging.tree / "run").mkdir()
+        (mount.staging.tree / "run/model.pt").write_bytes(zipped(b"x"))
+        await mount.report(Kind.CREATED, "run/model.pt", writers=1)
+        monkeypatch.setattr(trio.to_thread, "run_sync", slowly)
+        nursery.start_soon(mount.report, Kind.CLOSED, "run/model.pt")
+        await trio.testing.wait_all_tasks_blocked()
+        nursery.start_soon(overwrite, nursery)
+        await mount.held(Kind.TRUNCATED, "run/other.pt")
+        await trio.testing.wait_all_tasks_blocked()
+        assert order == []
+        may_pin.set()
+    assert order[0] == "pinned"
+    assert order[-1] == "overwritten"
+
+
+@pytest.mark.parametrize("journaled", [True, False])
+async def test_a_save_whose_signal_came_before_the_kill_is_closed_by_the_next_start(mount, journaled):
+    """Whether the close had reached the journal or not: the marker differs from its baseline."""
+    if journaled:
+        await mount.save("run/step-5", **{"0_0": b"one"})
+    else:
+        await mount.write("run/step-5/__0_0.distcp", b"one")
+        (mount.staging.tree / "run/step-5/.metadata").write_bytes(metadata("0_0"))
+    mount.die()
+    mount.start()
+    await mount.tracker.resume()
+    (attempt,) = mount.attempts()
+    assert attempt.closed_at is not None
+    assert mount.pinned(attempt) == {"__0_0.distcp": b"one", ".metadata": metadata("0_0")}
+
+
+async def test_an_old_marker_does_not_close_the_save_that_was_open_at_the_kill(mount):
+    await mount.save("run/step-5", **{"0_0": b"one"})
+    await mount.write("run/step-5/__0_0.distcp", b"half")
+    mount.die()
+    mount.start()
+    await mount.tracker.resume()
+    _, again = mount.attempts()
+    assert again.closed_at is None
+    assert again.state is State.OPEN
+
+
+async def test_pins_that_no_record_names_are_swept_by_the_next_start(mount):
+    await mount.write("run/step-5/__0_0.distcp", b"one")
+    (attempt,) = mount.attempts()
+    fd = os.open(mount.staging.tree / "run/step-5", os.O_RDONLY)
+    mount.pins.add(attempt.attempt, "stray", fd, b"__0_0.distcp")
+    mount.pins.add("nobody", "stray", fd, b"__0_0.distcp")
+    os.close(fd)
+    mount.die()
+    mount.start()
+    await mount.tracker.resume()
+    assert mount.pins.attempts() == set()
+
+
+async def test_pins_go_when_an_attempt_is_over_and_old_attempts_are_forgotten(mount, monkeypatch):
+    monkeypatch.setattr(module, "HISTORY", 3)
+    for step in range(10):
+        await mount.save(f"run/step-{step}", **{"0_0": b"one"})
+
+    def published(txn):
+        for attempt in txn.attempts.scan():
+            for shard in txn.shards_of(attempt.attempt):
+                txn.drop_shard(shard)
+            txn.update_attempt(attempt.attempt, state=State.PUBLISHED)
+
+    async with trio.open_nursery() as nursery:
+        await nursery.start(mount.tracker.release)
+        await mount.journal.write(published)
+        mount.tracker.wake_release()
+        with trio.fail_after(30):
+            while len(mount.attempts()) > 3:
+                await mount.journal.wait_changed()
+        nursery.cancel_scope.cancel()
+    assert mount.pins.attempts() == set()
+    assert [attempt.step for attempt in mount.attempts()] == [7, 8, 9]
