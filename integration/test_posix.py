@@ -149,22 +149,31 @@ def test_other_users_have_exactly_the_rights_of_a_local_disk(mnt, local):
 # ---- identity and attributes over time
 
 
-def test_a_file_keeps_its_identity_and_its_readers_when_it_is_overwritten_after_publication(mounted, mnt):
+def test_a_file_keeps_its_identity_when_it_is_overwritten_after_its_save_closed(mounted, mnt):
     """st_dev, st_ino and hard link count stay, through close, publication, and a rewrite of the pinned file."""
     put(mnt / "x.pt", b"first")
     before = os.stat(mnt / "x.pt")
-    reader = os.open(mnt / "x.pt", os.O_RDONLY)
     path = f"{mnt.name}/x.pt"
     mounted.wait(path, "staged")
     for data in (b"second", b"third"):
         put(mnt / "x.pt", data)
         now = os.stat(mnt / "x.pt")
         assert (now.st_dev, now.st_ino, now.st_nlink) == (before.st_dev, before.st_ino, 1)
-        assert os.fstat(reader).st_ino == before.st_ino
-        assert os.pread(reader, 10, 0) == data
-    os.close(reader)
     mounted.wait(path)
     assert os.stat(mnt / "x.pt").st_ino == before.st_ino
+
+
+def test_a_reader_of_a_pinned_file_that_is_emptied_reads_one_file(mounted, mnt):
+    """Through the daemon it reads what the file holds now; through the kernel, what it opened. Never a mixture."""
+    put(mnt / "x.pt", b"first")
+    reader = os.open(mnt / "x.pt", os.O_RDONLY)
+    mounted.wait(f"{mnt.name}/x.pt", "staged")
+    put(mnt / "x.pt", b"second")
+    assert (mnt / "x.pt").read_bytes() == b"second"
+    kernel = mounted.status()["data_path"] == "kernel"
+    assert os.pread(reader, 10, 0) == (b"first" if kernel else b"second")
+    os.close(reader)
+    assert os.stat(mnt / "x.pt").st_nlink == 1
 
 
 def test_background_work_never_moves_a_time(mounted, mnt):
