@@ -18,6 +18,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qsl, unquote, urlsplit
@@ -75,7 +76,14 @@ class Exchange:
         self._body = body
 
     def forward(self) -> Answer:
-        """Let the server have the request; return its answer."""
+        """Let the server have the request; return its answer. Conditional ones go one at a time: moto checks the
+        condition and writes in two steps, and once in a while lets two creates win.
+        """
+        conditional = self.request.headers.keys() & {"if-match", "if-none-match"}
+        with self._handler.server.conditional if conditional else nullcontext():
+            return self._forward()
+
+    def _forward(self) -> Answer:
         upstream = urlsplit(self._handler.server.upstream)
         connection = http.client.HTTPConnection(upstream.hostname or "", upstream.port, timeout=PATIENCE)
         try:
@@ -317,7 +325,11 @@ class _Server(ThreadingHTTPServer):
     def __init__(self, upstream: str, act: Action) -> None:
         self.upstream = upstream
         self.act = act
+        self.conditional = threading.Lock()
         super().__init__(("127.0.0.1", 0), _Handler)
+
+    def handle_error(self, *_: object) -> None:
+        """Say nothing: clients are killed here."""
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -46,8 +46,7 @@ PARTS = 3
 
 
 def journaled(one: Node) -> tuple[list[AttemptRecord], list[PartRecord]]:
-    """Return what a dead daemon's journal knows of saves and of acknowledged parts."""
-    assert one.process is None
+    """Return what a daemon's journal knows of saves and of acknowledged parts."""
     journal = Journal(one.staging / "journal")
     try:
         with journal.read() as txn:
@@ -173,10 +172,8 @@ def test_late_in_a_large_upload(world: World) -> None:
 
     write(one.mnt / "run" / "m.safetensors", saved["m.safetensors"])
     hold.arrived()
-    await_condition(lambda: sum(part.effect == 200 for part in sent()) == count - 1, "all other parts are sent")
+    await_condition(lambda: len(journaled(one)[1]) == count - 1, "all other parts are acknowledged")
     kill_pending(one)
-    acknowledged = {part.number for part in journaled(one)[1]}
-    assert len(acknowledged) >= count - 2
     client, bucket = world.bucket.client, world.bucket.bucket
     stray = sent()[0].key.rpartition("/")[0] + "/0123456789abcdef-stray"
     client.create_multipart_upload(Bucket=bucket, Key=stray)
@@ -184,8 +181,7 @@ def test_late_in_a_large_upload(world: World) -> None:
     world.proxy.forget()
     one.start()
     await_state(one, "run/m.safetensors")
-    again = {part.part for part in sent()}
-    assert again == set(range(1, count + 1)) - acknowledged
+    assert [part.part for part in sent()] == [count]
     assert [request.key for request in world.proxy.requests("AbortMultipartUpload", SHARD)] == [stray]
     assert uploads(world) == [foreign["UploadId"]]
     await_condition(lambda: metric(one, "cachefs_orphaned_uploads_aborted_total") == 1, "it is counted")

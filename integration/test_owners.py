@@ -111,6 +111,7 @@ def test_an_owner_that_slept_through_a_takeover_cannot_promote(world: World) -> 
     promotion.release()
     first.process.send_signal(signal.SIGCONT)
     await_state(first, "run/step-2", "fenced")
+    await_condition(lambda: held.effect is not None, "the late request has reached the store")
     assert held.effect == 412
     assert "second" in fenced_by(first)
     assert not fenced_by(second)

@@ -31,10 +31,15 @@ def content(number: int) -> bytes:
 
 
 def most_memory(one: Node) -> int:
-    """Return the most resident memory a daemon ever had, in bytes."""
+    """Return the most resident memory that a daemon and its engine each ever had, together, in bytes."""
     assert one.process is not None
-    lines = Path(f"/proc/{one.process.pid}/status").read_text().splitlines()
-    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM:"))
+    pid = one.process.pid
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    found = 0
+    for each in (pid, *children):
+        lines = Path(f"/proc/{each}/status").read_text().splitlines()
+        found += next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM:"))
+    return found
 
 
 def figure(name: str, value: float, unit: str) -> None:
