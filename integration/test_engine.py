@@ -1,0 +1,76 @@
+"""The engine process: it dies alone without harm, dies with its mount process, and stays in the background."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from integration.node import Node, await_condition, node
+
+pytestmark = pytest.mark.mount
+
+
+@pytest.fixture
+def mounted(tmp_path):
+    (tmp_path / "store").mkdir()
+    with node(tmp_path / "node", f"file://{tmp_path / 'store'}", options=("--part-size", "5MiB")) as one:
+        yield one
+
+
+def engine(one: Node) -> int:
+    """Return the pid of a daemon's engine, 0 while there is none."""
+    assert one.process is not None
+    tasks = Path(f"/proc/{one.process.pid}/task").iterdir()
+    children = [pid for task in tasks for pid in (task / "children").read_text().split()]
+    for pid in children:
+        if b"cachefs.engine" in Path(f"/proc/{pid}/cmdline").read_bytes():
+            return int(pid)
+    return 0
+
+
+def alive(pid: int) -> bool:
+    """Return whether a process runs."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def save(one: Node, name: str, size: int) -> None:
+    temp = one.mnt / "run" / f"tmp-checkpoint-{name}"
+    temp.mkdir(parents=True)
+    (temp / "model.bin").write_bytes(os.urandom(size))
+    (temp / "trainer_state.json").write_text("{}")
+    temp.rename(one.mnt / "run" / f"checkpoint-{name}")
+
+
+def test_an_engine_that_is_killed_is_replaced_and_the_mount_serves_all_along(mounted, tmp_path):
+    first = await_condition(lambda: engine(mounted), "there is an engine")
+    save(mounted, "1", 40 << 20)
+    os.kill(first, signal.SIGKILL)
+    (mounted.mnt / "run" / "notes.txt").write_text("the mount serves")
+    save(mounted, "2", 1 << 20)
+    for number in ("1", "2"):
+        mounted.wait(f"run/checkpoint-{number}")
+    assert engine(mounted) not in (0, first)
+    assert "the engine ended" in mounted.logged()
+    original = (mounted.mnt / "run" / "checkpoint-1" / "model.bin").read_bytes()
+    mounted.restore("run", tmp_path / "out", "--generation", "checkpoint-1")
+    assert (tmp_path / "out" / "checkpoint-1" / "model.bin").read_bytes() == original
+
+
+def test_an_engine_does_not_outlive_its_mount_process(mounted):
+    """Or two engines would work on one journal after the next start."""
+    pid = await_condition(lambda: engine(mounted), "there is an engine")
+    mounted.kill()
+    await_condition(lambda: not alive(pid), "the engine is gone")
+
+
+def test_the_engine_lets_others_go_first(mounted):
+    pid = await_condition(lambda: engine(mounted), "there is an engine")
+    await_condition(lambda: os.getpriority(os.PRIO_PROCESS, pid) == 10, "the engine is nice")
+    assert mounted.process is not None
+    assert os.getpriority(os.PRIO_PROCESS, mounted.process.pid) == os.getpriority(os.PRIO_PROCESS, 0)
