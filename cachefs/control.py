@@ -1,8 +1,8 @@
 """The control socket: how the command line talks to a running daemon.
 
 One request and one answer per connection, each one line of JSON. The socket is `<staging>/control.sock`; the extended
-attribute `user.cachefs.socket` of the mountpoint names it. Anybody who can reach the mount may ask; closing a save changes
-something and is for root, the daemon's user and the owner of the path.
+attribute `user.cachefs.socket` of the mountpoint names it. Anybody who can reach the mount may ask; closing a save
+changes something and is for root, the daemon's user and the owner of the path.
 """
 
 from __future__ import annotations

@@ -44,14 +44,14 @@ _LOOK = 0.2
 """Seconds after which a drain looks again at what only time changes."""
 
 
-def run(config: Config, *, ready: Callable[[], None] | None = None) -> int:
+def run(config: Config, *, ready: Callable[[], None] | None = None, log_fd: int = 2) -> int:
     """Serve one mount until it is unmounted or the process is told to stop; return the exit code.
 
-    `ready` is called once the mount serves. Raises CachefsError for everything a mount cannot start with, and
-    PendingError when it stops with data that is not in the store.
+    `ready` is called once the mount serves; `log_fd` is where the engine process logs. Raises CachefsError for
+    everything a mount cannot start with, and PendingError when it stops with data that is not in the store.
     """
     with ExitStack() as stack:
-        daemon = Daemon(config, stack)
+        daemon = Daemon(config, stack, log_fd)
         try:
             trio.run(daemon.serve, ready or (lambda: None))
         except BaseExceptionGroup as group:
@@ -88,7 +88,7 @@ def _first(group: BaseException) -> BaseException:
 class Daemon:
     """Everything that belongs to one mount."""
 
-    def __init__(self, config: Config, stack: ExitStack) -> None:
+    def __init__(self, config: Config, stack: ExitStack, log_fd: int) -> None:
         """Build all parts; `stack` closes them in reverse order. Nothing runs yet."""
         self._config = config
         self._presets = configured(config)
@@ -107,7 +107,9 @@ class Daemon:
         self._keys = Keys(store.prefix)
         _claim(self._journal, store.url, config.member)
         ranges, blocked = try_store(store) if config.publish else (None, "mounted with --no-publish")
-        self._supervisor = Supervisor(config, ranges=ranges, blocked=blocked, changed=self._engine_changed)
+        self._supervisor = Supervisor(
+            config, ranges=ranges, blocked=blocked, changed=self._engine_changed, log_fd=log_fd
+        )
         self._stop_drain = trio.CancelScope()
 
     async def serve(self, ready: Callable[[], None]) -> None:

@@ -180,6 +180,7 @@ class Engine:
         """Flush and publish, once the gate is open."""
         config = self._config
         ranges = await self._gate.wait_open(self._hop)
+        self._link.send_nowait(self._figures())  # nobody shall read that the gate is closed after a save was published
         ownership = Ownership(
             self._journal,
             Writes(self._store, self._keys, self._hop),
@@ -221,19 +222,20 @@ class Engine:
 
     async def _report(self) -> None:
         while True:
-            flushed = self._flusher.statistics()
-            self._link.send_nowait(
-                link.Figures(
-                    blocked=self._gate.blocked,
-                    health=self._hop.health,
-                    loose_pending=self._loose.pending(),
-                    flushed_bytes=flushed.flushed_bytes,
-                    orphans_aborted=flushed.orphans_aborted,
-                    failures=dict(flushed.failures),
-                    requests=dict(self._hop.requests),
-                )
-            )
+            self._link.send_nowait(self._figures())
             await trio.sleep(REPORT_EVERY)
+
+    def _figures(self) -> link.Figures:
+        flushed = self._flusher.statistics()
+        return link.Figures(
+            blocked=self._gate.blocked,
+            health=self._hop.health,
+            loose_pending=self._loose.pending(),
+            flushed_bytes=flushed.flushed_bytes,
+            orphans_aborted=flushed.orphans_aborted,
+            failures=dict(flushed.failures),
+            requests=dict(self._hop.requests),
+        )
 
 
 def completeness(manifest: Manifest, open_source: Callable[[Shard], Source]) -> list[str]:

@@ -44,10 +44,15 @@ class Totals(msgspec.Struct):
 class Supervisor:
     """The engine of one mount, whichever process it is just now."""
 
-    def __init__(self, config: Config, *, ranges: bool | None, blocked: str, changed: Callable[[], None]) -> None:
-        """`ranges` and `blocked` as in link.Start; `changed` is called when the engine has changed the journal."""
+    def __init__(
+        self, config: Config, *, ranges: bool | None, blocked: str, changed: Callable[[], None], log_fd: int
+    ) -> None:
+        """`ranges` and `blocked` as in link.Start; `changed` is called when the engine has changed the journal;
+        `log_fd` is where it logs.
+        """
         self._start = link.Start(link.packed(config), ranges, blocked)
         self._changed = changed
+        self._log_fd = log_fd
         self._mirrors = config.publish and config.loose
         self._link: link.Link[link.ToMount] | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -103,7 +108,7 @@ class Supervisor:
 
     async def _one_engine(self) -> int:
         """Start an engine and listen to it until it ends; return its exit code."""
-        process, ours = _spawn()
+        process, ours = _spawn(self._log_fd)
         self._process = process
         channel: link.Link[link.ToMount] = link.Link(
             trio.SocketStream(trio.socket.from_stdlib_socket(ours)), link.ToMount
@@ -147,7 +152,7 @@ class Supervisor:
             await self._gone.wait()
 
 
-def _spawn() -> tuple[subprocess.Popen[bytes], socket.socket]:
+def _spawn(log_fd: int) -> tuple[subprocess.Popen[bytes], socket.socket]:
     """Start an engine; return it and our end of the link.
 
     In this thread, the main one: an engine dies with the thread that made it (PR_SET_PDEATHSIG, prctl(2)).
@@ -155,4 +160,7 @@ def _spawn() -> tuple[subprocess.Popen[bytes], socket.socket]:
     ours, theirs = socket.socketpair()
     with theirs:
         command = [sys.executable, "-m", "cachefs.engine", str(theirs.fileno())]
-        return subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL), ours
+        process = subprocess.Popen(
+            command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=log_fd, stderr=log_fd
+        )
+        return process, ours

@@ -206,7 +206,7 @@ def test_a_store_that_is_away_at_the_start_gets_everything_when_it_is_back(world
     world.proxy.end()
     await_state(one, "run/step-1")
     assert status(one)["publishing_blocked"] == ""
-    assert metric(one, "cachefs_publishing") == 1
+    await_condition(lambda: metric(one, "cachefs_publishing") == 1, "the metric says so, too")
     world.verify(one, "run", saved)
 
 

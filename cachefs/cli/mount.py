@@ -26,14 +26,14 @@ def mount(
     from cachefs import daemon  # takes a while to import, and no other command needs it
 
     settings = complete(config, flags)
-    ready = None
+    ready, log_fd = None, sys.stderr.fileno()
     if background:
         target, parent = _detach(os.path.abspath(log_file))
         log.configure(settings.log_level, settings.log_format, stream=target)
-        ready = partial(_ready, target, parent)
+        ready, log_fd = partial(_ready, target, parent), target.fileno()
     else:
         log.configure(settings.log_level, settings.log_format)
-    raise typer.Exit(daemon.run(settings, ready=ready))
+    raise typer.Exit(daemon.run(settings, ready=ready, log_fd=log_fd))
 
 
 def _detach(log_file: str) -> tuple[TextIO, int]:
