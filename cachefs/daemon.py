@@ -69,7 +69,9 @@ def _claim(journal: Journal, store: str, member: str) -> None:
     """
     with journal.read() as txn:
         meta = txn.meta.get("meta") or Meta()
-        pending = [attempt.path for attempt in txn.attempts.scan() if not attempt.state.final]
+        # An open save that was not announced holds no key yet.
+        unfinished = [attempt for attempt in txn.attempts.scan() if not attempt.state.final]
+        pending = [one.path for one in unfinished if one.closed_at is not None or one.opened_epoch is not None]
     if pending and meta.store and (meta.store, meta.member) != (store, member):
         raise StagingError(
             f"staging holds saves of member {meta.member} for {meta.store} that are not published ({pending[0]}, ...)",
@@ -108,7 +110,7 @@ class Daemon:
         _claim(self._journal, store.url, config.member)
         ranges, blocked = try_store(store) if config.publish else (None, "mounted with --no-publish")
         self._supervisor = Supervisor(
-            config, ranges=ranges, blocked=blocked, changed=self._engine_changed, log_fd=log_fd
+            config, self._journal, ranges=ranges, blocked=blocked, changed=self._engine_changed, log_fd=log_fd
         )
         self._stop_drain = trio.CancelScope()
 

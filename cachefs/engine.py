@@ -5,7 +5,7 @@ wait for its opens and closes. The journal is the queue between the two, so the 
 started again; the link carries hints and figures only (link.py). It runs with low processor and idle disk priority, and
 dies with the mount process.
 
-    python -m cachefs.engine FD        FD: its end of the socket pair
+    python -m cachefs.engine FD PID        FD: its end of the socket pair; PID: the mount process
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import ctypes
 import os
 import signal
 import socket
+import stat
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -127,7 +128,7 @@ class Engine:
             ),
             on_flushed=self._wake_publisher,
         )
-        placer = Placer(configured(config), config.run)
+        self._placer = Placer(configured(config), config.run)
         self._loose = LooseMirror(
             self._journal,
             self._store,
@@ -137,7 +138,7 @@ class Engine:
             config.run,
             interval=config.loose_interval,
             part_size=config.part_size,
-            is_loose=lambda path: placer.place(path) is None,
+            is_loose=lambda path: self._placer.place(path) is None,
         )
         self._publisher: Publisher | None = None
 
@@ -210,8 +211,10 @@ class Engine:
             await nursery.start(self._publisher.run)
             if config.loose:
                 # What changed while nobody looked is found by its identity.
-                for name in os.listdir(self._tree_fd):
-                    self._loose.note(os.fsencode(name))
+                for name in map(os.fsencode, os.listdir(self._tree_fd)):
+                    is_dir = stat.S_ISDIR(os.stat(name, dir_fd=self._tree_fd, follow_symlinks=False).st_mode)
+                    if is_dir or self._placer.place(name) is None:
+                        self._loose.note(name)
                 await nursery.start(self._loose.run)
 
     async def _tell(self) -> None:
@@ -265,9 +268,8 @@ async def _main(fd: int) -> None:
 
 def main() -> None:
     """Run the engine on the socket whose descriptor is the first argument."""
-    parent = os.getppid()
     _be_modest()
-    if os.getppid() != parent:
+    if os.getppid() != int(sys.argv[2]):
         return  # it died before the kernel knew whom to tell
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)  # the mount process decides when the work ends

@@ -171,6 +171,7 @@ class Journal:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         try:
             self._env = lmdb.open(str(directory), map_size=MAP_SIZE, max_dbs=8, subdir=True, mode=0o600)
+            self.forget_dead_readers()
             self._reserve(directory)
             names = ("attempts", "shards", "parts", "runs", "loose", "meta")
             self._dbs = {name: self._env.open_db(name.encode()) for name in names}
@@ -205,16 +206,22 @@ class Journal:
 
     def _check(self) -> Meta:
         """Read every record once, so that damage is found here and not by some task later."""
-        with self._env.begin(write=True) as raw:
-            txn = Txn(raw, self._dbs)
+        with self.read() as txn:
             for table in (txn.attempts, txn.shards, txn.parts, txn.runs, txn.loose):
                 for _record in table.scan():
                     pass
             meta = txn.meta.get("meta")
-            if meta is None:
-                meta = Meta(format=FORMAT)
-                txn.meta.put("meta", meta)
-            return meta
+        if meta is None:
+            meta = Meta(format=FORMAT)
+            with self._env.begin(write=True) as raw:
+                Txn(raw, self._dbs).meta.put("meta", meta)
+        return meta
+
+    def forget_dead_readers(self) -> None:
+        """Give back the snapshot of a process that was killed while it read: as long as it is kept, no freed page is
+        used again, and the file grows with every commit.
+        """
+        self._env.reader_check()
 
     def close(self) -> None:
         """Close the environment; no transaction may be open."""

@@ -20,6 +20,7 @@ _BATCH = 1000
 class Start(msgspec.Struct, frozen=True, tag="start"):
     """The first line to the engine: the configuration, and what the probe at the start of the mount found.
 
+    `incarnation` is this start of the daemon: engines of one daemon own runs as one process would.
     `ranges` is whether the store can read ranges of a version; None when it has not passed a probe yet, `blocked` says
     why.
     """
@@ -27,6 +28,7 @@ class Start(msgspec.Struct, frozen=True, tag="start"):
     config: dict[str, Any]
     ranges: bool | None
     blocked: str
+    incarnation: str
 
 
 class Hint(msgspec.Struct, frozen=True, tag="hint"):

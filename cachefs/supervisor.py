@@ -16,6 +16,7 @@ import trio
 
 from cachefs import clock, link
 from cachefs.config import Config
+from cachefs.journal import Journal
 
 RESTART = 0.5
 RESTART_MOST = 30.0
@@ -45,12 +46,20 @@ class Supervisor:
     """The engine of one mount, whichever process it is just now."""
 
     def __init__(
-        self, config: Config, *, ranges: bool | None, blocked: str, changed: Callable[[], None], log_fd: int
+        self,
+        config: Config,
+        journal: Journal,
+        *,
+        ranges: bool | None,
+        blocked: str,
+        changed: Callable[[], None],
+        log_fd: int,
     ) -> None:
         """`ranges` and `blocked` as in link.Start; `changed` is called when the engine has changed the journal;
         `log_fd` is where it logs.
         """
-        self._start = link.Start(link.packed(config), ranges, blocked)
+        self._start = link.Start(link.packed(config), ranges, blocked, clock.new_id())
+        self._journal = journal
         self._changed = changed
         self._log_fd = log_fd
         self._mirrors = config.publish and config.loose
@@ -93,9 +102,13 @@ class Supervisor:
         pause = RESTART
         while not self._stopping:
             began = clock.monotonic()
-            code = await self._one_engine()
+            try:
+                code = await self._one_engine()
+            except OSError as error:  # no process or descriptor left for it
+                code = error.errno or 1
             if self._stopping:
                 break
+            self._ended()
             pause = RESTART if clock.monotonic() - began > RESTART_MOST else min(pause * 2, RESTART_MOST)
             self.restarts += 1
             self._before = self.totals()
@@ -105,6 +118,11 @@ class Supervisor:
             _log.error("the engine ended; it is started again", exit_code=code, seconds=pause)
             await trio.sleep(pause)
         self._gone.set()
+
+    def _ended(self) -> None:
+        """An engine is gone; its last word may not have come."""
+        self._journal.forget_dead_readers()
+        self._changed()
 
     async def _one_engine(self) -> int:
         """Start an engine and listen to it until it ends; return its exit code."""
@@ -159,7 +177,8 @@ def _spawn(log_fd: int) -> tuple[subprocess.Popen[bytes], socket.socket]:
     """
     ours, theirs = socket.socketpair()
     with theirs:
-        command = [sys.executable, "-m", "cachefs.engine", str(theirs.fileno())]
+        # -P: the current directory is no place to import from.
+        command = [sys.executable, "-P", "-m", "cachefs.engine", str(theirs.fileno()), str(os.getpid())]
         process = subprocess.Popen(
             command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=log_fd, stderr=log_fd
         )

@@ -20,7 +20,7 @@ def journal(tmp_path):
 def put(journal: Journal, state: State) -> None:
     record = AttemptRecord(
         attempt="a", path="run/g", run="run", generation="g", kind="file", preset="", step=0, opened_at=0.0, serial=1,
-        state=state,
+        state=state, closed_at=1.0,
     )  # fmt: skip
     journal.write_now(lambda txn: txn.attempts.put("a", record))
 

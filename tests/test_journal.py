@@ -255,3 +255,27 @@ async def test_a_full_disk_does_not_stop_the_journal_from_recording_it(small_dis
     finally:
         filler.close()
         journal.close()
+
+
+def test_a_reader_that_was_killed_does_not_make_the_file_grow(tmp_path):
+    """Its snapshot is given back; as long as it was kept, no freed page could be used again."""
+    code = """
+import os, pathlib, sys
+from cachefs.journal import Journal
+journal = Journal(pathlib.Path(sys.argv[1]))
+with journal.read() as txn:
+    list(txn.runs.scan())
+    os.kill(os.getpid(), 9)
+"""
+    journal = Journal(tmp_path)
+
+    def churn() -> int:
+        for _ in range(200):
+            journal.write_now(lambda txn: [txn.runs.put(str(n), RunRecord(run=str(n) * 50)) for n in range(50)])
+        return journal._env.info()["last_pgno"]
+
+    calm = churn()
+    assert subprocess.run([sys.executable, "-c", code, tmp_path], check=False).returncode == -9
+    journal.forget_dead_readers()
+    assert churn() <= calm + 50
+    journal.close()

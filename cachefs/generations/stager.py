@@ -75,26 +75,32 @@ class Stager:
             found = zip(shards, pool.map(self._sync_file, shards), strict=True)
             identities = {shard.shard: identity for shard, identity in found if identity is not None}
         if shards:
-            _sync_directory(self._pins.path(attempt.attempt, ""), None)
+            pins = self._pins.path(attempt.attempt, "")
+            _sync_directory(pins, None)
+            _sync_directory(pins.parent, None)
         self._sync_tree(to_bytes(attempt.path))
         return identities
 
     def _sync_file(self, shard: ShardRecord) -> Identity | None:
         """Sync one file; return its identity if it was not known."""
-        try:
-            fd = self._pins.open(shard.attempt, shard.shard)
-        except FileNotFoundError:
-            raise CorruptError(f"the bytes of {shard.paths[0]} are gone from staging") from None
-        try:
-            os.fsync(fd)
-            # Not the time: it may be set after the close (Lightning does), which changes no byte.
-            if os.fstat(fd).st_size != shard.identity.size:
+        while True:
+            try:
+                fd = self._pins.open(shard.attempt, shard.shard)
+            except FileNotFoundError:
+                raise CorruptError(f"the bytes of {shard.paths[0]} are gone from staging") from None
+            try:
+                os.fsync(fd)
+                known = shard.pin is not None or shard.identity.xxh3 is not None
+                xxh3 = shard.identity.xxh3 if known else _xxh3(fd)
+                # Not the time: it may be set after the close (Lightning does), which changes no byte.
+                same = os.fstat(fd).st_size == shard.identity.size
+                if not self._pins.is_current(shard.attempt, shard.shard, fd):
+                    continue  # the pin moved to a copy: what was read may be bytes that were written since
+            finally:
+                os.close(fd)
+            if not same:
                 raise CorruptError(f"{shard.paths[0]} changed in staging after its save was closed")
-            if shard.pin is not None or shard.identity.xxh3 is not None:
-                return None
-            return msgspec.structs.replace(shard.identity, xxh3=_xxh3(fd))
-        finally:
-            os.close(fd)
+            return None if known else msgspec.structs.replace(shard.identity, xxh3=xxh3)
 
     def _sync_tree(self, path: bytes) -> None:
         """Sync the directories of a generation and those above it; they may have been removed by now."""

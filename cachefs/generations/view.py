@@ -51,10 +51,13 @@ class TreeView:
     def names(self, path: bytes) -> Sequence[bytes]:
         """Return every file and link below a directory, recursively, relative to it; empty when it is not there."""
         found: list[bytes] = []
-        for root, directories, files, fd in os.fwalk(path or b".", dir_fd=self._fd, follow_symlinks=False):
-            above = root[len(path or b".") + 1 :]
-            links = [name for name in directories if _is_link(name, fd)]
-            found.extend(above + b"/" + name if above else name for name in (*files, *links))
+        try:
+            for root, directories, files, fd in os.fwalk(path or b".", dir_fd=self._fd, follow_symlinks=False):
+                above = root[len(path or b".") + 1 :]
+                links = [name for name in directories if _is_link(name, fd)]
+                found.extend(above + b"/" + name if above else name for name in (*files, *links))
+        except OSError:
+            pass  # gone, no directory any more, or not ours to read: what was found is what can be said
         return found
 
     def readlink(self, path: bytes) -> bytes | None:

@@ -8,6 +8,7 @@ import stat as stat_module
 
 import trio
 
+from cachefs.errors import CachefsError
 from cachefs.mount.handles import staging_flags
 from cachefs.mount.inodes import Node
 from cachefs.mount.kernel import drops_privileges
@@ -52,7 +53,12 @@ class Content:
         node = entry[0]
         node.fresh = True
         self._tree.handles.add(fd, node, flags)
-        await self._report(Kind.CREATED, path, node)
+        try:
+            await self._report(Kind.CREATED, path, node)
+        except CachefsError:
+            await self._take_back(fd)
+            self._table.forget(node.id, 1)
+            raise
         return fd, entry
 
     async def open(self, ident: int, flags: int) -> int:
@@ -69,8 +75,19 @@ class Content:
             self._drop_privileges(fd, node)
         self._tree.handles.add(fd, node, flags)
         if writing and node.names:
-            await self._report(kind, self._table.path_of(node), node)
+            try:
+                await self._report(kind, self._table.path_of(node), node)
+            except CachefsError:
+                await self._take_back(fd)
+                raise
         return fd
+
+    async def _take_back(self, fd: int) -> None:
+        """Close a handle whose open is refused after all: the kernel will not release what it never got."""
+        try:
+            await self.release(fd)
+        except CachefsError:
+            pass  # the caller is told of the first one
 
     async def _report(self, kind: Kind, path: bytes, node: Node) -> None:
         """Report a change of a file's bytes, and that it is finished when no writable handle will say so."""

@@ -8,11 +8,10 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Sequence
-from contextlib import ExitStack
 
 import trio
 
-from cachefs.errors import PendingError
+from cachefs.errors import CorruptError, PendingError
 from cachefs.formats.manifest import Manifest, Shard
 from cachefs.formats.records import ShardRecord
 from cachefs.publish.sealing import Completeness
@@ -52,17 +51,37 @@ def check_pinned(
     `records` are this member's shards.
     """
     pinned = {record.key: record for record in records}
-    with ExitStack() as stack:
+
+    def once() -> tuple[Sequence[str], CorruptError | None, bool]:
+        """Check once; return what was found, and whether every pin still is the file that was read."""
+        opened: list[tuple[ShardRecord, int]] = []
 
         def open_source(shard: Shard) -> Source:
             record = pinned.get(shard.pin.key)
             if record is None:
                 return StoreSource(store, shard, ranges=ranges)
             fd = pins.open(record.attempt, record.shard)
-            stack.callback(os.close, fd)
+            opened.append((record, fd))
             return FileSource(fd)
 
-        return completeness(manifest, open_source)
+        checks: Sequence[str] = ()
+        error: CorruptError | None = None
+        try:
+            checks = completeness(manifest, open_source)
+        except CorruptError as found:
+            error = found
+        finally:
+            current = all(pins.is_current(record.attempt, record.shard, fd) for record, fd in opened)
+            for _, fd in opened:
+                os.close(fd)
+        return checks, error, current
+
+    checks, error, current = once()
+    while not current:  # a pin moved to a copy: what was read may be bytes that were written since
+        checks, error, current = once()
+    if error is not None:
+        raise error
+    return checks
 
 
 async def read_back(writes: Writes, manifest: Manifest, level: Level, *, workers: int, ranges: bool) -> None:

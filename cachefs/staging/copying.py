@@ -13,7 +13,7 @@ _NO_REFLINK = {errno.EOPNOTSUPP, errno.ENOTTY, errno.EXDEV, errno.EINVAL, errno.
 
 
 def clone(source_fd: int, target: Path) -> None:
-    """Create `target` with the bytes, permission bits and modification time of an open file. Blocks.
+    """Create `target` with the bytes, permission bits and modification time of an open file, synced. Blocks.
 
     Raises OSError and leaves nothing behind (ENOSPC among others).
     """
@@ -28,9 +28,19 @@ def clone(source_fd: int, target: Path) -> None:
             _copy(source_fd, fd, stat.st_size)
         os.fchmod(fd, stat.st_mode & 0o7777)
         os.utime(fd, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+        os.fsync(fd)  # it may take the place of bytes that were promised to survive a power cut
     except BaseException:
         target.unlink()
         raise
+    finally:
+        os.close(fd)
+
+
+def sync_directory(path: Path) -> None:
+    """Make the entries of a directory durable. Blocks."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
     finally:
         os.close(fd)
 

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Container
 from pathlib import Path
 
-from cachefs.staging.copying import clone
+from cachefs.staging.copying import clone, sync_directory
 from cachefs.staging.layout import Staging
 
 PinName = tuple[str, str]
@@ -126,6 +126,8 @@ class Pins(PinReader):
                         self._note((attempt, shard), copy_ino)
                     else:
                         copy.unlink()  # dropped while it was copied
+                        continue
+                sync_directory(self._root / attempt)
             finally:
                 os.close(source)
 

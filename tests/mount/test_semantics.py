@@ -8,7 +8,9 @@ import stat
 
 import pytest
 
+from cachefs.errors import StagingError
 from cachefs.mount.attributes import Update
+from cachefs.mount.inodes import ROOT_ID
 from cachefs.staging.changes import Kind
 from tests.mount.world import ME
 
@@ -197,3 +199,26 @@ async def test_very_deep_directories_work(world):
     for above, node in zip(reversed(chain[:-1]), reversed(chain[1:]), strict=True):
         await world.names.rmdir(above.id, node.names[-1][1])
     assert os.listdir(world.staging.tree) == []
+
+
+@pytest.mark.parametrize("exists", [False, True])
+async def test_an_open_that_cannot_be_journaled_leaves_no_handle_behind(world, exists):
+    """The kernel never releases what it did not get; the file would count as open for ever."""
+    if exists:
+        (world.staging.tree / "f").write_bytes(b"x")
+
+    def refuse(change):
+        world.observer.changes.append(change)
+        if change.kind in (Kind.CREATED, Kind.TRUNCATED):
+            raise StagingError("the journal is full")
+
+    world.observer.after = refuse
+    if exists:
+        entry = world.names.entry(ROOT_ID, b"f")
+        opening = world.content.open(entry[0].id, os.O_WRONLY | os.O_TRUNC)
+    else:
+        opening = world.content.create(ROOT_ID, b"f", 0o644, os.O_WRONLY, ME)
+    with pytest.raises(StagingError):
+        await opening
+    assert len(world.tree.handles) == 0
+    assert world.observer.told()[-1] == (Kind.CLOSED, b"f")
