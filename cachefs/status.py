@@ -108,7 +108,8 @@ def snapshot(txn: Txn, *, now: float, waiting: Mapping[str, str] | None = None) 
     oldest = 0.0
     generations = []
     for attempt in sorted(txn.attempts.scan(), key=lambda record: record.serial):
-        shards = txn.shards_of(attempt.attempt)
+        # Those of a published attempt are gone, or will be in a moment.
+        shards = [] if attempt.state is State.PUBLISHED else txn.shards_of(attempt.attempt)
         status = generation_status(
             attempt, shards, runs.get(attempt.run), now=now, waiting=(waiting or {}).get(attempt.path, "")
         )
