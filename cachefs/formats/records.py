@@ -134,7 +134,10 @@ class PartRecord(msgspec.Struct, frozen=True):
 
 
 class RunRecord(msgspec.Struct, frozen=True):
-    """What this daemon knows of a run: the epoch it holds (0: none), and the highest step and ordinal it has used."""
+    """What this daemon knows of a run: the epoch it holds (0: none), and the highest step and ordinal it has used.
+
+    `incarnation` is the daemon that `epoch` was granted to, or that lost the run to `fenced_by`.
+    """
 
     run: str
     epoch: int = 0
@@ -142,6 +145,7 @@ class RunRecord(msgspec.Struct, frozen=True):
     ordinal: int = 0
     step: int = 0
     fenced_by: str = ""
+    incarnation: str = ""
 
 
 class LooseRecord(msgspec.Struct, frozen=True):

@@ -1,12 +1,15 @@
 """The epoch this process holds in each run.
 
-A process takes a new epoch of a run at the first need (I9) and never a second one: a process that has lost a run must
-not take it back, or two daemons would take it from each other for ever. So a fenced run stays fenced until a restart.
-The journal's RunRecord shows it, and every part of the daemon that sends bytes of the run asks it first; staging goes
-on.
+A process takes a new epoch of a run at the first need (I9) and never a second one. A daemon that has lost a run must
+not take it back, or two daemons would take it from each other for ever: a fenced run stays fenced until the daemon is
+restarted. The process that publishes may die and be started again within the life of the daemon, its incarnation. So
+the journal's RunRecord keeps which incarnation was granted the run, or lost it, and a new process goes by that. Every
+part of the daemon that sends bytes of the run asks the record for a fence first; staging goes on.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import msgspec
 import structlog
@@ -20,18 +23,45 @@ from cachefs.journal import Journal, Txn
 from cachefs.publish import rules
 from cachefs.publish.promotion import Identity, take_epoch
 from cachefs.publish.writes import Writes
-from cachefs.restore.reader import read_pointer
+from cachefs.restore.reader import Seen, read_pointer
 
 _log = structlog.get_logger(__name__)
 
 
-class Ownership:
-    """The runs this process owns. `owner` is the member's name and an id of this process; `poll` is in seconds."""
+class _Lost(Exception):
+    """The run went to another owner while no process of this daemon looked."""
 
-    def __init__(
-        self, journal: Journal, writes: Writes, member: str, *, poll: float, identity: Identity | None = None
-    ) -> None:
-        self.identity = identity or Identity(f"{member}/{clock.new_id()}")
+    def __init__(self, pointer: Pointer) -> None:
+        super().__init__(rules.holder(pointer))
+        self.pointer = pointer
+
+
+class _Guarded(Writes):
+    """Raises _Lost from every look at the pointer of a run that `lost` says is lost.
+
+    The look that a grant is computed from is one of them, so the run cannot be lost between the check and the grant.
+    """
+
+    def __init__(self, writes: Writes, lost: Callable[[Pointer], bool]) -> None:
+        super().__init__(writes.store, writes.keys, writes.hop, writes.pause)
+        self._lost = lost
+
+    async def pointer(self, run: str) -> Seen | None:
+        seen = await super().pointer(run)
+        if seen is not None and self._lost(seen.pointer):
+            raise _Lost(seen.pointer)
+        return seen
+
+
+class Ownership:
+    """The runs this process owns. `poll` is in seconds; `incarnation` is the id of the daemon, the same in every
+    process that it starts to publish (default: a new one). `owner` is `<member>/<incarnation>/<process id>`.
+    """
+
+    def __init__(self, journal: Journal, writes: Writes, member: str, *, poll: float, incarnation: str = "") -> None:
+        self.incarnation = incarnation or clock.new_id()
+        self._ours = f"{member}/{self.incarnation}/"
+        self.identity = Identity(self._ours + clock.new_id())
         self._journal = journal
         self._writes = writes
         self._poll = poll
@@ -52,44 +82,60 @@ class Ownership:
     async def acquire(self, run: str, writes: Writes | None = None) -> int:
         """Return the epoch this process holds in the run, taking a new one at the first need.
 
-        The grant was read back and is in the journal, which also lifts a fence that an earlier process left. `writes`
-        reports retries elsewhere than the default. Raises FencedError when the run was lost, CorruptError when its
-        pointer is gone or older than the journal remembers (nothing was written), and the store's errors.
+        The grant was read back and is in the journal, which also lifts a fence that an earlier daemon left. `writes`
+        reports retries elsewhere than the default. Raises FencedError when this daemon has lost the run, in this
+        process or in an earlier one, CorruptError when its pointer is gone or older than the journal remembers
+        (nothing was written), and the store's errors.
         """
         async with self._locks.setdefault(run, trio.Lock()):
-            if run not in self._epochs:
-                with self._journal.read() as txn:
-                    record = txn.runs.get(run)
-                epoch = await take_epoch(writes or self._writes, run, self.identity, record)
-                await self._journal.write(lambda txn: _granted(txn, run, epoch, self.owner))
-                self._epochs[run] = epoch
+            if run not in self._epochs and not self.fenced_by(run):
+                await self._take(run, writes or self._writes)
         if reason := self.fenced_by(run):
             raise FencedError(
                 f"run {run!r} was taken over by {reason}", hint="restart this daemon to take the run over again"
             )
         return self._epochs[run]
 
-    def fenced_by(self, run: str) -> str:
-        """Return who has taken the run from this process, or ""."""
+    async def _take(self, run: str, writes: Writes) -> None:
+        """Take the next epoch of the run, or fence it when another owner has followed an earlier process of ours."""
         with self._journal.read() as txn:
             record = txn.runs.get(run)
-        return record.fenced_by if record and run in self._epochs else ""
+        held = record.epoch if record and record.incarnation == self.incarnation else 0
+
+        def lost(pointer: Pointer) -> bool:
+            return 0 < held < pointer.epoch and not pointer.owner.startswith(self._ours)
+
+        try:
+            epoch = await take_epoch(_Guarded(writes, lost), run, self.identity, record)
+        except _Lost as error:
+            await self.fence(run, error.pointer)
+        else:
+            await self._journal.write(lambda txn: _granted(txn, run, epoch, self.owner, self.incarnation))
+            self._epochs[run] = epoch
+
+    def fenced_by(self, run: str) -> str:
+        """Return who has taken the run from this daemon, or ""."""
+        with self._journal.read() as txn:
+            record = txn.runs.get(run)
+        return record.fenced_by if record and record.incarnation == self.incarnation else ""
 
     async def fence(self, run: str, pointer: Pointer) -> None:
         """Record that the run was lost to the owner that `pointer` names; durable when this returns."""
         by = rules.holder(pointer)
         _log.warning("run fenced", run=run, by=by, epoch=self._epochs.get(run))
-        await self._journal.write(lambda txn: _fenced(txn, run, by))
+        await self._journal.write(lambda txn: _fenced(txn, run, by, self.incarnation))
 
     async def check(self, run: str) -> None:
-        """Look at the pointer of an owned run once; fence the run if it was lost.
+        """Look at the pointer of a run once; fence the run if this process held it and has lost it.
 
         Raises CorruptError when the pointer is gone, and the store's errors.
         """
+        epoch = self._epochs.get(run)
+        if epoch is None:
+            return
         seen = await self._writes.hop(read_pointer, self._writes.store, self._writes.keys, run)
         if seen is None:
             raise rules.hidden(run)
-        epoch = self._epochs[run]
         if not rules.holds(seen.pointer, self.owner, epoch) and seen.pointer.epoch >= epoch:
             await self.fence(run, seen.pointer)
 
@@ -109,11 +155,14 @@ class Ownership:
                     _log.warning("cannot check the pointer", run=run, error=str(error))
 
 
-def _granted(txn: Txn, run: str, epoch: int, owner: str) -> None:
+def _granted(txn: Txn, run: str, epoch: int, owner: str, incarnation: str) -> None:
     record = txn.runs.get(run) or RunRecord(run)
-    txn.runs.put(run, msgspec.structs.replace(record, epoch=epoch, owner=owner, ordinal=0, fenced_by=""))
+    granted = msgspec.structs.replace(
+        record, epoch=epoch, owner=owner, incarnation=incarnation, ordinal=0, fenced_by=""
+    )
+    txn.runs.put(run, granted)
 
 
-def _fenced(txn: Txn, run: str, by: str) -> None:
+def _fenced(txn: Txn, run: str, by: str, incarnation: str) -> None:
     record = txn.runs.get(run) or RunRecord(run)
-    txn.runs.put(run, msgspec.structs.replace(record, fenced_by=by))
+    txn.runs.put(run, msgspec.structs.replace(record, fenced_by=by, incarnation=incarnation))

@@ -194,6 +194,8 @@ class Steps:
         if listed:
             await self._journal.write(lambda txn: _forget_shards(txn, ids))
         # Pins go after their records: a record without its pin would read as damage, a pin without a record is swept.
+        # For use in one process: where another process owns the pins (PinReader) this does nothing, and that one drops
+        # the pins of attempts that are over and have no records.
         await writes.hop(_drop_pins, self._pins, ids)
 
     async def _moved(self, attempt: AttemptRecord, **changes: Any) -> None:

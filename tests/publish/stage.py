@@ -145,8 +145,9 @@ class Member:
 
     # the publisher
 
-    def ownership(self, *, journal: Any = None, poll: float = 15.0) -> Ownership:
-        return Ownership(journal or self.journal, Writes(self.store, self.keys, Inline()), self.name, poll=poll)
+    def ownership(self, *, journal: Any = None, poll: float = 15.0, incarnation: str = "") -> Ownership:
+        writes = Writes(self.store, self.keys, Inline())
+        return Ownership(journal or self.journal, writes, self.name, poll=poll, incarnation=incarnation)
 
     def publisher(
         self,

@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 import trio
 
-from cachefs.errors import CorruptError, FencedError
+from cachefs.errors import CorruptError, FencedError, UnavailableError
 from cachefs.formats.codec import encode
 from cachefs.formats.keys import Keys
 from cachefs.formats.records import RunRecord, State
 from cachefs.publish import rules as pointer_rules
+from cachefs.publish.ownership import Ownership
+from cachefs.publish.rules import effective_state
 from cachefs.restore.reader import read_pointer
 from cachefs.store.base import Condition
 from cachefs.store.memory import MemoryStore, _Version
@@ -34,6 +36,14 @@ def pointer(member: Member) -> Any:
     seen = read_pointer(member.inner, member.keys, RUN)
     assert seen is not None
     return seen.pointer
+
+
+async def run_for(seconds: float, member: Member, ownership: Ownership) -> None:
+    """Run a publisher for some time."""
+    async with trio.open_nursery() as nursery:
+        await nursery.start(member.publisher(ownership=ownership).run)
+        await trio.sleep(seconds)
+        nursery.cancel_scope.cancel()
 
 
 def hide_pointer(member: Member) -> None:
@@ -119,6 +129,119 @@ async def test_the_watch_fences_a_lost_run(members: Members, declared_warnings: 
     assert pointer(member).owner == other.owner, "a fenced process does not take the run back"
     again = member.ownership()
     assert await again.acquire(RUN) == 3
+    assert run_record(member).fenced_by == ""
+
+
+async def test_every_process_of_a_daemon_takes_an_epoch(members: Members) -> None:
+    """I9, when nobody else wants the run: also when the last grant did not get into the journal."""
+    member = members()
+    first, second, third = (member.ownership(incarnation="day") for _ in range(3))
+    assert await first.acquire(RUN) == 1
+    granted = run_record(member)
+    assert (granted.incarnation, granted.owner) == ("day", first.owner)
+    assert await second.acquire(RUN) == 2
+    member.journal.write_now(lambda txn: txn.runs.put(RUN, granted))
+    assert await third.acquire(RUN) == 3
+    owners = {first.owner, second.owner, third.owner}
+    assert len(owners) == 3
+    assert all(owner.startswith("n1/day/") for owner in owners)
+
+
+async def test_a_fenced_daemon_stays_fenced_in_its_next_process(
+    members: Members, declared_warnings: DeclaredWarnings
+) -> None:
+    """A save is waiting all the time: only a new daemon takes the run over and publishes it."""
+    declared_warnings("run fenced")
+    member = members()
+    first = member.ownership(incarnation="day")
+    await first.acquire(RUN)
+    other = members(member.inner, name="n2").ownership()
+    await other.acquire(RUN)
+    await first.check(RUN)
+    assert run_record(member).incarnation == "day"
+    attempt = member.save("step-1", 1)
+    for _ in range(2):
+        member = member.restart()
+        again = member.ownership(incarnation="day")
+        assert again.fenced_by(RUN) == f"{other.owner} (epoch 2)"
+        with pytest.raises(FencedError, match=r"taken over by n2/.*\(epoch 2\)"):
+            await again.acquire(RUN)
+        await run_for(100, member, again)
+        assert pointer(member).owner == other.owner
+        assert member.attempt(attempt).opened_epoch is None
+        assert effective_state(member.attempt(attempt), run_record(member)) is State.FENCED
+    member = member.restart()
+    await member.publish(ownership=member.ownership(incarnation="night"))
+    assert member.generations() == ["step-1"]
+    assert (pointer(member).epoch, run_record(member).fenced_by) == (3, "")
+    assert run_record(member).incarnation == "night"
+    member.close()
+
+
+async def test_a_run_lost_while_no_process_looked_is_not_taken_back(
+    members: Members, declared_warnings: DeclaredWarnings
+) -> None:
+    """The process died, and another owner came before the next one: found at the first need, in the record then."""
+    declared_warnings("run fenced")
+    member = members()
+    await member.ownership(incarnation="day").acquire(RUN)
+    other = members(member.inner, name="n2").ownership()
+    await other.acquire(RUN)
+    attempt = member.save("step-1", 1)
+    member = member.restart()
+    again = member.ownership(incarnation="day")
+    assert again.fenced_by(RUN) == "", "nobody has looked yet"
+    await run_for(100, member, again)
+    record = run_record(member)
+    assert (record.fenced_by, record.incarnation, record.epoch) == (f"{other.owner} (epoch 2)", "day", 1)
+    assert pointer(member).owner == other.owner
+    assert (member.attempt(attempt).opened_epoch, member.attempt(attempt).error) == (None, "")
+    with pytest.raises(FencedError, match="taken over by n2/"):
+        await member.ownership(incarnation="day").acquire(RUN)
+    assert await member.ownership(incarnation="night").acquire(RUN) == 3
+    member.close()
+
+
+@pytest.mark.parametrize("at", ["before the grant", "after the grant"])
+async def test_a_run_lost_during_the_grant_is_not_taken_back(
+    members: Members, declared_warnings: DeclaredWarnings, at: str
+) -> None:
+    """The second process sees its daemon own the run, and another owner comes just before or just after its grant."""
+    declared_warnings("run fenced")
+    store = FaultyStore(memory())
+    member = members(store)
+    await member.ownership(incarnation="day").acquire(RUN)
+
+    def overtaken(request: Callable[[], Any]) -> Any:
+        if at == "after the grant":
+            request()
+        seen = read_pointer(store.inner, Keys(), RUN)
+        assert seen is not None
+        grant = pointer_rules.grant(RUN, seen, owner="n2/other", nonce="other", at="")
+        store.inner.put(Keys().pointer(RUN), encode(grant), condition=Condition(if_match=seen.etag))
+        if at == "before the grant":
+            return request()
+        raise UnavailableError("no answer")
+
+    store.plan = rules(Rule("put", overtaken, key=ends("pointer.json")))
+    again = member.ownership(incarnation="day")
+    with pytest.raises(FencedError, match="n2/other"):
+        await again.acquire(RUN)
+    assert pointer(member).owner == "n2/other"
+    assert run_record(member).fenced_by.startswith("n2/other (epoch ")
+    assert again.epoch(RUN) is None
+    await again.check(RUN)  # holds nothing: no reason to look
+
+
+async def test_a_fence_of_another_daemon_is_lifted(members: Members) -> None:
+    """Also one from a journal that does not say whose it is."""
+    member = members()
+    await member.ownership().acquire(RUN)
+    fenced = RunRecord(RUN, epoch=1, owner="n1/old", fenced_by="n2/x (epoch 2)")
+    member.journal.write_now(lambda txn: txn.runs.put(RUN, fenced))
+    ownership = member.ownership()
+    assert ownership.fenced_by(RUN) == ""
+    assert await ownership.acquire(RUN) == 2
     assert run_record(member).fenced_by == ""
 
 
