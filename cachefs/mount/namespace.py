@@ -6,6 +6,8 @@ import ctypes
 import errno
 import os
 import stat as stat_module
+from collections.abc import Iterator
+from itertools import count
 
 from cachefs.mount.inodes import Node
 from cachefs.mount.tree import Caller, Tree
@@ -16,6 +18,19 @@ RENAME_EXCHANGE = 2
 _libc = ctypes.CDLL(None, use_errno=True)
 
 Entry = tuple[Node, os.stat_result]
+_INDEX_BITS = 32
+"""Of a position in a listing; more entries a directory cannot have here."""
+
+
+class Listing:
+    """A directory being listed: the names as they were read, and the position of the first."""
+
+    __slots__ = ("base", "names", "node")
+
+    def __init__(self, node: Node) -> None:
+        self.node = node
+        self.names: list[bytes] = []
+        self.base = 0
 
 
 class Namespace:
@@ -24,8 +39,9 @@ class Namespace:
     def __init__(self, tree: Tree) -> None:
         self._tree = tree
         self._table = tree.table
-        self._listings: dict[int, tuple[Node, list[bytes]]] = {}
-        self._next_listing = 1
+        self._listings: dict[int, Listing] = {}
+        self._next_listing = count(1)
+        self._next_snapshot = count(1)
 
     def lookup(self, parent: int, name: bytes) -> Entry | None:
         """Return the entry, or None when there is none (the kernel may remember that: nobody else creates names)."""
@@ -185,32 +201,34 @@ class Namespace:
         """Start a listing; return its handle."""
         node = self._table.node(ident)
         self._table.descriptor(node)
-        handle = self._next_listing
-        self._next_listing += 1
-        self._listings[handle] = (node, [])
+        handle = next(self._next_listing)
+        self._listings[handle] = Listing(node)
         return handle
 
-    def names(self, handle: int, start: int) -> list[bytes]:
-        """Return the names of a listing; `start` 0 reads the directory (again), later positions use what was read.
+    def names(self, handle: int, start: int) -> Iterator[tuple[bytes, int]]:
+        """Yield the names of a listing from a position on, each with the position after it; position 0 reads the
+        directory (again), later ones use what was read.
 
         Positions are indices into what was read, so a name is reported once whatever happens to the directory
-        meanwhile.
+        meanwhile. They begin with a number of their own each time: the kernel joins to one cached listing what it asked
+        for through several handles, if only the positions fit.
         """
-        node, names = self._listings[handle]
+        listing = self._listings[handle]
         if start == 0:
-            fd = os.open(b".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self._table.descriptor(node))
+            fd = os.open(b".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self._table.descriptor(listing.node))
             try:
-                names = [os.fsencode(name) for name in os.listdir(fd)]
+                listing.names = [os.fsencode(name) for name in os.listdir(fd)]
             finally:
                 os.close(fd)
-            self._listings[handle] = (node, names)
-        return names
+            listing.base = next(self._next_snapshot) << _INDEX_BITS
+        first = start & ((1 << _INDEX_BITS) - 1)
+        for index in range(first, len(listing.names)):
+            yield listing.names[index], listing.base + index + 1
 
     def listed(self, handle: int, name: bytes) -> Entry | None:
         """Return an entry of a listing and count the kernel's reference; None when it is gone meanwhile."""
-        node, _names = self._listings[handle]
         try:
-            return self._entry(node, name)
+            return self._entry(self._listings[handle].node, name)
         except FileNotFoundError:
             return None
 
@@ -224,7 +242,7 @@ class Namespace:
 
     def listing_node(self, handle: int) -> Node:
         """Return the directory of a listing."""
-        return self._listings[handle][0]
+        return self._listings[handle].node
 
 
 def _renameat2(source_fd: int, old: bytes, target_fd: int, new: bytes, flags: int) -> None:

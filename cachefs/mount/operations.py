@@ -228,13 +228,11 @@ class Operations(pyfuse3.Operations):
 
     async def readdir(self, fh: FileHandleT, start_id: int, token: pyfuse3.ReaddirToken) -> None:
         try:
-            names = self._namespace.names(fh, start_id)
-            for position in range(start_id, len(names)):
-                entry = self._namespace.listed(fh, names[position])
+            for name, following in self._namespace.names(fh, start_id):
+                entry = self._namespace.listed(fh, name)
                 if entry is None:
                     continue
-                name = names[position]
-                if not pyfuse3.readdir_reply(token, name, self._reply(entry), position + 1):
+                if not pyfuse3.readdir_reply(token, name, self._reply(entry), following):
                     self._namespace.unlisted(entry[0])
                     return
         except OSError as error:
