@@ -14,7 +14,7 @@ from cachefs.mount.inodes import Node
 from cachefs.mount.kernel import drops_privileges
 from cachefs.mount.namespace import Entry, Namespace
 from cachefs.mount.tree import Caller, Tree
-from cachefs.staging.changes import Change, Kind
+from cachefs.staging.changes import Kind
 
 _WRITING = os.O_WRONLY | os.O_RDWR
 
@@ -54,7 +54,7 @@ class Content:
         node.fresh = True
         self._tree.handles.add(fd, node, flags)
         try:
-            await self._report(Kind.CREATED, path, node)
+            await self._report(Kind.CREATED, [path], node)
         except CachefsError:
             await self._take_back(fd)
             self._table.forget(node.id, 1)
@@ -74,9 +74,9 @@ class Content:
         if unprivileged:
             self._drop_privileges(fd, node)
         self._tree.handles.add(fd, node, flags)
-        if writing and node.names:
+        if writing:
             try:
-                await self._report(kind, self._table.path_of(node), node)
+                await self._report(kind, self._table.paths_of(node), node)
             except CachefsError:
                 await self._take_back(fd)
                 raise
@@ -89,11 +89,11 @@ class Content:
         except CachefsError:
             pass  # the caller is told of the first one
 
-    async def _report(self, kind: Kind, path: bytes, node: Node) -> None:
+    async def _report(self, kind: Kind, paths: list[bytes], node: Node) -> None:
         """Report a change of a file's bytes, and that it is finished when no writable handle will say so."""
-        await self._tree.after(Change(kind, path, writers=node.writers))
-        if node.writers == 0 and node.names:
-            await self._tree.after(Change(Kind.CLOSED, self._table.path_of(node)))
+        await self._tree.after_all(kind, paths, node.writers)
+        if node.writers == 0:
+            await self._tree.after_all(Kind.CLOSED, self._table.paths_of(node))
 
     def _open_staged(self, node: Node, flags: int) -> int:
         if node.names:
@@ -131,8 +131,7 @@ class Content:
                 self._drop_privileges(fd, node)
         finally:
             os.close(fd)
-        if node.names:
-            await self._report(Kind.TRUNCATED, self._table.path_of(node), node)
+        await self._report(Kind.TRUNCATED, self._table.paths_of(node), node)
 
     def _drop_privileges(self, fd: int, node: Node) -> None:
         """Clear the set-user-id bit, and the set-group-id bit of an executable, as a write by another user does."""
@@ -146,10 +145,10 @@ class Content:
         """Close a handle; the last writable one finishes the file."""
         closed = self._tree.handles.remove(handle)
         node = closed.node
-        path = self._table.path_of(node)
+        paths = self._table.paths_of(node)
         self._table.released(node)
-        if closed.writable and node.writers == 0 and node.names:
-            await self._tree.after(Change(Kind.CLOSED, path))
+        if closed.writable and node.writers == 0:
+            await self._tree.after_all(Kind.CLOSED, paths)
 
     async def fsync(self, handle: int, *, data_only: bool) -> None:
         """Return when the file's bytes, its name, and all that the journal knows of it are on the disk."""

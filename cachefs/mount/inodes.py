@@ -234,6 +234,14 @@ class InodeTable:
             one.path_stamp = self._moves
         return path
 
+    def paths_of(self, node: Node) -> list[bytes]:
+        """Return the paths of all names of a node that were seen, relative to the mount root. Which of them a caller
+        opened the kernel does not say.
+        """
+        if len(node.names) == 1:
+            return [self.path_of(node)]
+        return [self.path_at(self._nodes[parent], name) for parent, name in node.names]
+
     def path_at(self, parent: Node, name: bytes) -> bytes:
         """Return the path of a directory entry relative to the mount root."""
         above = self.path_of(parent)

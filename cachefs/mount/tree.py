@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import stat as stat_module
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import trio
@@ -106,15 +106,29 @@ class Tree:
     async def ready_to_write(self, kind: Kind, node: Node, *, emptied: bool) -> None:
         """Return when the bytes of a node may change: the observer agrees, and no pin is on its inode any more."""
         while True:
-            await self.before(kind, self.table.path_of(node))
-            if not await self._unpin(node, emptied=emptied):
+            if (waiting := self._held_back(kind, node)) is not None:
+                await waiting
+            elif not await self._unpin(node, emptied=emptied):
                 return  # at once; after a wait its save may have been closed, and pinned, meanwhile
+
+    def _held_back(self, kind: Kind, node: Node) -> Awaitable[None] | None:
+        for path in self.table.paths_of(node):
+            if (waiting := self.observer.before(Change(kind, path))) is not None:
+                return waiting
+        return None
 
     async def after(self, change: Change) -> None:
         """Tell the observer, and wait for what must happen before the caller gets its answer."""
         waiting = self.observer.after(change)
         if waiting is not None:
             await waiting
+
+    async def after_all(self, kind: Kind, paths: list[bytes], writers: int = 0) -> None:
+        """The same for a file with these names; nothing runs between what is told of one name and of the next."""
+        changes = [Change(kind, path, writers=writers) for path in paths]
+        for waiting in [self.observer.after(change) for change in changes]:
+            if waiting is not None:
+                await waiting
 
     async def _unpin(self, node: Node, *, emptied: bool) -> bool:
         """Free a node's inode from its pins before its bytes change; return whether that took a wait.

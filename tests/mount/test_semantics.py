@@ -7,6 +7,8 @@ import os
 import stat
 
 import pytest
+import trio
+import trio.testing
 
 from cachefs.errors import StagingError
 from cachefs.mount.attributes import Update
@@ -177,13 +179,16 @@ async def test_a_listing_names_everything_once_whatever_happens_meanwhile(world)
     for number in range(100):
         await world.put(b"f%03d" % number, b"")
     listing = world.names.opendir(1)
-    names = world.names.names(listing, 0)
+    names = list(world.names.names(listing, 0))
     await world.unlink(b"f050")
     await world.put(b"late", b"")
-    assert world.names.names(listing, 40) is names
+    assert list(world.names.names(listing, names[39][1])) == names[40:]
     assert world.names.listed(listing, b"f050") is None
     assert world.names.listed(listing, b"f051") is not None
-    assert sorted(world.names.names(listing, 0)) == sorted(os.fsencode(name) for name in os.listdir(world.staging.tree))
+    again = list(world.names.names(listing, 0))
+    assert sorted(name for name, _ in again) == sorted(map(os.fsencode, os.listdir(world.staging.tree)))
+    # The kernel joins what it gets through several handles by the positions alone.
+    assert not {position for _, position in names} & {position for _, position in again}
     world.names.releasedir(listing)
 
 
@@ -222,3 +227,21 @@ async def test_an_open_that_cannot_be_journaled_leaves_no_handle_behind(world, e
         await opening
     assert len(world.tree.handles) == 0
     assert world.observer.told()[-1] == (Kind.CLOSED, b"f")
+
+
+async def test_a_change_of_a_file_with_two_names_is_told_of_both(world):
+    """The kernel does not say under which one it was opened, and a generation may hold only one of them."""
+    await world.put(b"x.pt", b"x")
+    await world.names.link(world.node(b"x.pt").id, 1, b"loose")
+    world.observer.told()
+    handle = await world.open(b"x.pt", os.O_WRONLY)
+    assert world.observer.told() == [(Kind.OPENED, b"x.pt"), (Kind.OPENED, b"loose")]
+    await world.content.release(handle)
+    assert world.observer.told() == [(Kind.CLOSED, b"x.pt"), (Kind.CLOSED, b"loose")]
+    world.observer.hold(b"x.pt")
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(world.open, b"loose", os.O_WRONLY)
+        await trio.testing.wait_all_tasks_blocked()
+        assert (world.observer.waiting, world.observer.told()) == (1, [])
+        world.observer.let_go(b"x.pt")
+    assert world.observer.told() == [(Kind.OPENED, b"x.pt"), (Kind.OPENED, b"loose")]
