@@ -183,6 +183,8 @@ def test_background_work_never_moves_a_time(mounted, mnt):
     os.utime(mnt / "run/x.pt", ns=(LONG_AGO, LONG_AGO))
     os.utime(mnt / "run", ns=(LONG_AGO, LONG_AGO))
     mounted.wait(f"{mnt.name}/run/x.pt")
+    staged = mounted.staging / "tree" / mnt.name / "run/x.pt"
+    await_condition(lambda: os.stat(staged).st_nlink == 1, "the pin is dropped")
     for place in (mounted.staging / "tree" / mnt.name, mnt):
         seen = os.stat(place / "run/x.pt")
         assert (seen.st_mtime_ns, seen.st_atime_ns, seen.st_nlink) == (LONG_AGO, LONG_AGO, 1)
@@ -210,7 +212,9 @@ def test_link_counts_are_truthful_while_pins_come_and_go(mounted, mnt):
         seen |= {os.stat(mnt / name).st_nlink for name in ("x.pt", "other") for _ in range(20)}
     mounted.wait(f"{mnt.name}/x.pt")
     assert seen == {2}
-    assert os.stat(mounted.staging / "tree" / mnt.name / "x.pt").st_nlink == 2
+    staged = mounted.staging / "tree" / mnt.name / "x.pt"
+    await_condition(lambda: os.stat(staged).st_nlink == 2, "the pins are dropped")
+    assert os.stat(mnt / "x.pt").st_nlink == 2
 
 
 def test_statfs_tells_the_truth_about_the_disk(mounted):
