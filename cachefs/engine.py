@@ -105,6 +105,7 @@ class Engine:
 
     def __init__(self, start: link.Start, channel: link.Link[link.ToEngine]) -> None:
         self._config = config = link.unpacked(start.config)
+        self._incarnation = start.incarnation
         self._link = channel
         self._journal = Journal(config.staging / "journal")
         self._tree_fd = os.open(config.staging / "tree", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -187,6 +188,7 @@ class Engine:
             Writes(self._store, self._keys, self._hop),
             config.member,
             poll=config.pointer_poll,
+            incarnation=self._incarnation,
         )
         self._publisher = Publisher(
             self._journal,

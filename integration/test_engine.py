@@ -74,3 +74,25 @@ def test_the_engine_lets_others_go_first(mounted):
     await_condition(lambda: os.getpriority(os.PRIO_PROCESS, pid) == 10, "the engine is nice")
     assert mounted.process is not None
     assert os.getpriority(os.PRIO_PROCESS, mounted.process.pid) == os.getpriority(os.PRIO_PROCESS, 0)
+
+
+def test_a_new_engine_does_not_take_back_a_run_that_its_daemon_has_lost(mounted, tmp_path):
+    """Only a new daemon may: two daemons would take it from each other for ever."""
+    save(mounted, "1", 1000)
+    mounted.wait("run/checkpoint-1")
+    with node(tmp_path / "other", mounted.store) as other:
+        save(other, "2", 1000)
+        other.wait("run/checkpoint-2")
+        save(mounted, "3", 1000)
+        await_condition(lambda: run_of(mounted)["fenced_by"], "the first daemon is fenced")
+        os.kill(engine(mounted), signal.SIGKILL)
+        await_condition(lambda: "the engine ended" in mounted.logged() and engine(mounted), "there is another engine")
+        save(other, "4", 1000)
+        other.wait("run/checkpoint-4")
+        assert run_of(mounted)["fenced_by"]
+        assert run_of(other) == {"run": "run", "epoch": 2, "fenced_by": ""}
+
+
+def run_of(one: Node) -> dict[str, object]:
+    """Return what a daemon says of the run."""
+    return next(run for run in one.status()["runs"] if run["run"] == "run")
