@@ -47,10 +47,13 @@ class DaemonObserver:
         return self._reporter.answer(path, name)
 
     async def request(self, path: bytes, name: str) -> None:
-        """Close a generation by hand. Raises OSError: EINVAL for a path that is none, ENOTSUP for other names."""
+        """Begin to close a generation by hand; who still has a file of it open is not waited for.
+
+        Raises OSError: EINVAL for a path that is none, ENOTSUP for other names.
+        """
         if name != "close":
             raise OSError(errno.EOPNOTSUPP, "user.cachefs.* is read-only, except user.cachefs.close")
         try:
-            await self._tracker.close_now(path)
+            await self._tracker.close_now(path, wait=False)
         except CachefsError as error:
             raise OSError(error.errno, str(error)) from error

@@ -13,19 +13,20 @@ from cachefs.formats.names import to_text
 from cachefs.formats.records import AttemptRecord, Identity, ShardRecord
 from cachefs.generations.presets import matches
 from cachefs.staging.pins import Pins
+from cachefs.staging.walking import open_directory
 
 TRACKER_MAX = 64 << 10
 """Largest tracker file that is recorded, bytes; trackers hold a name or a number."""
 
 
 class ClosedSet(msgspec.Struct, frozen=True):
-    """The files of a closed save, all pinned. `dropped` are early shards that are not part of it any more."""
+    """The files of a closed save, all pinned. `kept` are the ids of the early shards among them."""
 
     shards: tuple[ShardRecord, ...]
     symlinks: tuple[Symlink, ...]
     directories: tuple[Directory, ...]
     trackers: tuple[Tracker, ...]
-    dropped: tuple[ShardRecord, ...]
+    kept: frozenset[str]
 
 
 class Closer:
@@ -62,24 +63,28 @@ class Closer:
         used: set[str] = set()
         above, _, name = path.rpartition(b"/")
         if self._attempt.kind == "file":
-            fd = os.open(above or b".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self._tree_fd)
+            fd = open_directory(self._tree_fd, above)
             try:
                 self._add(fd, name, to_text(name), known, used)
             finally:
                 os.close(fd)
         else:
-            self._walk(path, known, used, temp_names)
+            fd = open_directory(self._tree_fd, path)
+            try:
+                self._walk(fd, known, used, temp_names)
+            finally:
+                os.close(fd)
         return ClosedSet(
             shards=tuple(self._by_ino.values()),
             symlinks=tuple(self._symlinks),
             directories=tuple(self._directories),
             trackers=self._trackers(above, trackers),
-            dropped=tuple(shard for shard in known.values() if shard.shard not in used),
+            kept=frozenset(used),
         )
 
-    def _walk(self, path: bytes, known: dict[int, ShardRecord], used: set[str], temp_names: Sequence[str]) -> None:
-        for root, directories, files, fd in os.fwalk(path, dir_fd=self._tree_fd, follow_symlinks=False):
-            below = root[len(path) + 1 :]
+    def _walk(self, top: int, known: dict[int, ShardRecord], used: set[str], temp_names: Sequence[str]) -> None:
+        for root, directories, files, fd in os.fwalk(b".", dir_fd=top, follow_symlinks=False):
+            below = root[2:]
             stat = os.fstat(fd)
             self._directories.append(
                 Directory(to_text(below) or ".", stat_module.S_IMODE(stat.st_mode), stat.st_mtime_ns)
@@ -110,7 +115,7 @@ class Closer:
 
     def _trackers(self, parent: bytes, names: Sequence[str]) -> tuple[Tracker, ...]:
         found: list[Tracker] = []
-        fd = os.open(parent or b".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self._tree_fd)
+        fd = open_directory(self._tree_fd, parent)
         try:
             for name in sorted(os.listdir(fd)):
                 if not matches(os.fsencode(name), names):

@@ -7,14 +7,20 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable
 
+import structlog
 import trio
 
 from cachefs import clock
+from cachefs.errors import StagingError
 from cachefs.formats.names import to_text
 from cachefs.formats.records import AttemptRecord, ShardRecord, State
+from cachefs.generations import retrying
 from cachefs.generations.closing import pin_file
 from cachefs.journal import Journal, Txn
 from cachefs.staging.pins import Pins
+from cachefs.staging.walking import open_directory
+
+_log = structlog.get_logger(__name__)
 
 
 class EarlyUploads:
@@ -52,6 +58,12 @@ class EarlyUploads:
         self._due[path] = (clock.monotonic() + self._delay, attempt, root)
         self._changed.set()
 
+    def gone(self, path: bytes) -> None:
+        """Forget what was to be pinned at or below a path that was removed or renamed."""
+        if self._due:
+            below = path + b"/"
+            self._due = {one: due for one, due in self._due.items() if one != path and not one.startswith(below)}
+
     def opening(self, path: bytes) -> ShardRecord | None:
         """Return the early pin that must be dropped before the file at `path` is written, or None; the fast path."""
         self._due.pop(path, None)
@@ -66,8 +78,13 @@ class EarlyUploads:
     async def drop(self, shard: ShardRecord) -> None:
         """Drop an early pin, in the journal first: the flusher then throws away what it has sent."""
         self._by_ino.pop(shard.identity.ino, None)
-        await self._journal.write(lambda txn: txn.drop_shard(shard))
-        self._pins.drop(shard.attempt, shard.shard)
+        try:
+            dropped = await self._journal.write(lambda txn: _dropped(txn, shard))
+        except StagingError:
+            self._by_ino.setdefault(shard.identity.ino, shard)  # and the file is not opened
+            raise
+        if dropped:
+            self._pins.drop(shard.attempt, shard.shard)
 
     def settled(self, attempt: str) -> None:
         """The attempt closed or ended: its pins are early no longer."""
@@ -82,7 +99,10 @@ class EarlyUploads:
             now = clock.monotonic()
             for path, (due, attempt, root) in list(self._due.items()):
                 if due <= now and self._due.pop(path, None) is not None:
-                    await self._pin(path, attempt, root)
+                    try:
+                        await self._pin(path, attempt, root)
+                    except StagingError as error:
+                        _log.error("early upload: the journal failed", path=to_text(path), reason=str(error))
             wait = min((due for due, _, _ in self._due.values()), default=float("inf")) - clock.monotonic()
             with trio.move_on_after(max(wait, 0)):
                 await self._changed.wait()
@@ -94,9 +114,9 @@ class EarlyUploads:
             return
         above, _, name = path.rpartition(b"/")
         try:
-            fd = os.open(above or b".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self._tree_fd)
+            fd = open_directory(self._tree_fd, above)
         except OSError:
-            return  # renamed or removed meanwhile
+            return  # renamed, removed or replaced by a link meanwhile
         try:
             shard = pin_file(
                 self._pins,
@@ -113,7 +133,14 @@ class EarlyUploads:
         finally:
             os.close(fd)
         self._by_ino[shard.identity.ino] = shard
-        if await self._journal.write(lambda txn: _record(txn, shard)):
+        try:
+            recorded = await self._journal.write(lambda txn: _record(txn, shard))
+        except StagingError:
+            self._pins.drop(shard.attempt, shard.shard)
+            if self._by_ino.pop(shard.identity.ino, None) is shard:  # else it is being opened for writing
+                self._due.setdefault(path, (clock.monotonic() + retrying.LAST, attempt, root))
+            raise
+        if recorded:
             self._pinned()
         else:
             self._by_ino.pop(shard.identity.ino, None)
@@ -126,4 +153,13 @@ def _record(txn: Txn, shard: ShardRecord) -> bool:
     if attempt is None or attempt.closed_at is not None or attempt.state is not State.OPEN:
         return False
     txn.put_shard(shard)
+    return True
+
+
+def _dropped(txn: Txn, shard: ShardRecord) -> bool:
+    """Delete the record of an early pin; False when a closed save has it by now."""
+    current = txn.shard(shard.attempt, shard.shard)
+    if current is not None and not current.early:
+        return False
+    txn.drop_shard(shard)
     return True

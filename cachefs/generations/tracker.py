@@ -5,6 +5,7 @@ first file, a closed save (with every file pinned) before the operation that clo
 
 from __future__ import annotations
 
+import os
 from collections.abc import Awaitable, Callable
 
 import msgspec
@@ -12,7 +13,7 @@ import structlog
 import trio
 
 from cachefs import clock
-from cachefs.errors import InvalidError, NotFoundError
+from cachefs.errors import CachefsError, NotFoundError, StagingError
 from cachefs.formats.keys import Keys
 from cachefs.formats.names import to_bytes, to_text
 from cachefs.formats.records import AttemptRecord, RunRecord, ShardRecord, State
@@ -31,12 +32,14 @@ from cachefs.generations.closing import ClosedSet, Closer
 from cachefs.generations.detector import Detector
 from cachefs.generations.early import EarlyUploads
 from cachefs.generations.placement import Placement, Placer
+from cachefs.generations.retrying import persist
 from cachefs.generations.signals import marker_paths
 from cachefs.generations.view import TreeView
 from cachefs.journal import Journal, Txn
 from cachefs.staging.changes import Change, Kind
 from cachefs.staging.pins import Pins
 from cachefs.staging.survivors import Survivors
+from cachefs.staging.walking import open_directory
 
 _log = structlog.get_logger(__name__)
 HISTORY = 500
@@ -62,15 +65,16 @@ class Hints(msgspec.Struct, frozen=True):
 
 
 class _Save:
-    """A save being tracked: its attempt, and the two moments others wait for."""
+    """A save being tracked: its attempt, and the two moments others wait for. `lost` when it could not be journaled."""
 
-    __slots__ = ("attempt", "closing", "journaled", "placement")
+    __slots__ = ("attempt", "closing", "journaled", "lost", "placement")
 
     def __init__(self, attempt: str, placement: Placement) -> None:
         self.attempt = attempt
         self.placement = placement
         self.journaled = trio.Event()
         self.closing: trio.Event | None = None
+        self.lost = False
 
 
 class Tracker:
@@ -102,6 +106,8 @@ class Tracker:
         self._survivors = Survivors(tree_fd)
         self._saves: dict[bytes, _Save] = {}
         self._closing: dict[bytes, _Save] = {}
+        self._owed: list[Callable[[], Awaitable[None]]] = []
+        """What the journal refused to take; `run` tries again."""
         self._changed = trio.Event()
         self._looks_at = float("inf")
         """When `run` looks again by itself."""
@@ -139,6 +145,8 @@ class Tracker:
     def after(self, change: Change) -> Awaitable[None] | None:
         """Take a change in; the caller waits for the journal where something was opened or closed."""
         actions = self._detector.observe(change, clock.monotonic(), self._view)
+        if change.kind in (Kind.REMOVED, Kind.RENAMED):
+            self.early.gone(change.old or change.path)
         if change.writers == 0 and change.kind in (Kind.CLOSED, Kind.RENAMED, Kind.LINKED) and not change.is_dir:
             self._note_early(change.path)
         deadline = self._detector.next_deadline()
@@ -202,9 +210,24 @@ class Tracker:
             serial=0,
             baselines=baselines,
         )
-        await self._journal.write(lambda txn: _insert(txn, record))
-        save.journaled.set()
+        try:
+            await self._journal.write(lambda txn: _insert(txn, record))
+        except StagingError:
+            self._lose(save)
+            raise
+        finally:
+            save.journaled.set()
+        if save.lost:  # an earlier write of it, under another name, failed
+            await self._journal_end(save.attempt, "it could not be journaled in time")
         self._hints.opened()
+
+    def _lose(self, save: _Save) -> None:
+        """A save could not be journaled: the next change below its path starts another one."""
+        save.lost = True
+        path = save.placement.path
+        if self._saves.get(path) is save:
+            del self._saves[path]
+            self._detector.forget(path)
 
     def _move(self, old: bytes, placement: Placement) -> Awaitable[None]:
         save = self._saves.pop(old)
@@ -225,45 +248,88 @@ class Tracker:
         return self._pin_all(path, save, action)
 
     async def _pin_all(self, path: bytes, save: _Save, action: CloseSave) -> None:
+        assert save.closing is not None
         try:
             if save.placement.temporary:
                 await self._journal_open(save)  # closed by hand under a name it was only to be written under
             await save.journaled.wait()
-            with self._journal.read() as txn:
-                attempt = txn.attempts.get(save.attempt)
-                early = txn.shards_of(save.attempt)
-            if attempt is None:
-                raise AssertionError("an attempt that is being closed is in the journal")
-            preset = next((one for one in save.placement.candidates if one.name == action.preset), None)
-            closer = Closer(
-                self._tree_fd,
-                self._pins,
-                attempt,
-                new_id=clock.new_id,
-                key=lambda shard, inside: self._key(attempt, shard, inside),
-            )
-            temp_names = preset.temp_names if preset else ()
-            trackers = preset.trackers if preset else ()
-            try:
-                closed = await trio.to_thread.run_sync(
-                    lambda: closer.close(path, early, temp_names=temp_names, trackers=trackers)
-                )
-            except OSError as error:
-                # The operation that closed the save is done; the training code has no part in this failure.
-                reason = f"its files could not be pinned: {error.strerror}"
-                _log.error("save abandoned", path=to_text(path), reason=reason)
-                await self._journal_end(save.attempt, reason)
-                return
-            dropped = await self._journal.write(lambda txn: _closed(txn, attempt, action, closed))
-            self.early.settled(save.attempt)
-            for shard in dropped:
-                self._pins.drop(shard.attempt, shard.shard)
+            if save.lost:
+                raise StagingError(f"the save {to_text(path)} is not closed: it could not be journaled")
+            while not await self._pin(path, save, action):
+                pass
         finally:
-            del self._closing[path]
-            assert save.closing is not None
+            if self._closing.get(path) is save:
+                del self._closing[path]
             save.closing.set()
-        _log.info("save closed", path=to_text(path), signal=action.signal, files=len(closed.shards))
+
+    async def _pin(self, path: bytes, save: _Save, action: CloseSave) -> bool:
+        """Pin and record a save, or abandon it; False when an early pin was lost meanwhile: then all is done again."""
+        attempt, early = await self._journaled(save)
+        preset = next((one for one in save.placement.candidates if one.name == action.preset), None)
+        closer = Closer(
+            self._tree_fd,
+            self._pins,
+            attempt,
+            new_id=clock.new_id,
+            key=lambda shard, inside: self._key(attempt, shard, inside),
+        )
+        temp_names = preset.temp_names if preset else ()
+        trackers = preset.trackers if preset else ()
+        try:
+            closed = await trio.to_thread.run_sync(
+                lambda: closer.close(path, early, temp_names=temp_names, trackers=trackers)
+            )
+        except OSError as error:
+            # The operation that closed the save is done; the training code has no part in this failure.
+            reason = f"its files could not be pinned: {error.strerror}"
+            _log.error("save abandoned", path=to_text(path), reason=reason)
+            await self._journal_end(save.attempt, reason)
+            return True
+        self.early.settled(save.attempt)
+        try:
+            if await self._record(attempt, action, closed):
+                return True
+        except StagingError:
+            # The pins keep the bytes, whatever becomes of the files.
+            self._owe(lambda: self._record_late(attempt, action, closed))
+            raise
+        for shard in closed.shards:
+            if shard.shard not in closed.kept:
+                await trio.to_thread.run_sync(self._pins.drop, shard.attempt, shard.shard)
+        return False
+
+    async def _journaled(self, save: _Save) -> tuple[AttemptRecord, list[ShardRecord]]:
+        """Return the records of a save and its early pins, without those whose drop is on its way to the journal."""
+        early: list[ShardRecord] = []
+        try:
+            early = await self._journal.write(lambda txn: txn.shards_of(save.attempt))
+        except StagingError as error:
+            _log.error("early uploads are not used: the journal failed", attempt=save.attempt, reason=str(error))
+        with self._journal.read() as txn:
+            attempt = txn.attempts.get(save.attempt)
+        if attempt is None:
+            raise AssertionError("an attempt that is being closed is in the journal")
+        return attempt, early
+
+    async def _record(self, attempt: AttemptRecord, action: CloseSave, closed: ClosedSet) -> bool:
+        """Journal a close; False, and nothing done, when an early pin of it was dropped meanwhile."""
+        dropped = await self._journal.write(lambda txn: _closed(txn, attempt, action, closed))
+        if dropped is None:
+            return False
+        for shard in dropped:
+            self._pins.drop(shard.attempt, shard.shard)
+        _log.info("save closed", path=attempt.path, signal=action.signal, files=len(closed.shards))
         self._hints.closed()
+        return True
+
+    async def _record_late(self, attempt: AttemptRecord, action: CloseSave, closed: ClosedSet) -> None:
+        if not await self._record(attempt, action, closed):
+            await self._journal_end(attempt.attempt, "a file of it was written again before its close was journaled")
+
+    def _owe(self, write: Callable[[], Awaitable[None]]) -> None:
+        """Have `run` repeat a write that the journal refused."""
+        self._owed.append(write)
+        self._changed.set()
 
     def _end(self, path: bytes, reason: str) -> Awaitable[None]:
         save = self._saves.pop(path)
@@ -271,7 +337,11 @@ class Tracker:
 
     async def _journal_end(self, attempt: str, reason: str) -> None:
         self.early.settled(attempt)
-        await self._journal.write(lambda txn: _ended(txn, attempt, reason))
+        try:
+            await self._journal.write(lambda txn: _ended(txn, attempt, reason))
+        except StagingError:
+            self._owe(lambda: self._journal_end(attempt, reason))
+            raise
         await trio.to_thread.run_sync(self._pins.drop_attempt, attempt)
         self._hints.opened()
 
@@ -288,14 +358,25 @@ class Tracker:
         task_status.started()
         while True:
             self._changed = trio.Event()
-            waiting = self._carry_out(self._detector.due(clock.monotonic(), self._view))
-            if waiting is not None:
-                await waiting
+            await persist(self._catch_up, "closing")
             deadline = self._detector.next_deadline()
             self._looks_at = float("inf") if deadline is None else deadline
             wait = max(self._looks_at - clock.monotonic(), 0.01)
             with trio.move_on_after(wait):
                 await self._changed.wait()
+
+    async def _catch_up(self) -> None:
+        owed, self._owed = self._owed, []
+        while owed:
+            try:
+                await owed[0]()
+            except StagingError:
+                self._owed = owed + [one for one in self._owed if one not in owed]
+                raise
+            del owed[0]
+        waiting = self._carry_out(self._detector.due(clock.monotonic(), self._view))
+        if waiting is not None:
+            await waiting
 
     def wake_release(self) -> None:
         """Hint that an attempt may be over."""
@@ -309,35 +390,64 @@ class Tracker:
         task_status.started()
         while True:
             self._over = trio.Event()
-            with self._journal.read() as txn:
-                over = [attempt for attempt in self._pins.attempts() if _is_over(txn, attempt)]
-                forgettable = txn.attempts.count() > 2 * HISTORY
-            for attempt in over:
-                await trio.to_thread.run_sync(self._pins.drop_attempt, attempt)
-            if forgettable:
-                await self._journal.write(_forget)
+            await persist(self._release, "forgetting old saves")
             await self._over.wait()
 
-    async def close_now(self, path: bytes) -> str:
-        """Close a generation by hand; return its attempt id.
+    async def _release(self) -> None:
+        with self._journal.read() as txn:
+            over = [attempt for attempt in self._pins.attempts() if _is_over(txn, attempt)]
+            forgettable = txn.attempts.count() > 2 * HISTORY
+        for attempt in over:
+            await trio.to_thread.run_sync(self._pins.drop_attempt, attempt)
+        if forgettable:
+            await self._journal.write(lambda txn: _forget(txn, self._pins))
 
-        Raises NotFoundError when nothing is there, InvalidError when the path is no generation.
+    async def close_now(self, path: bytes, *, wait: bool = True) -> str:
+        """Close a generation by hand; return its attempt id once it is closed, or without `wait` once that is begun:
+        files that are open for writing are waited for.
+
+        Raises NotFoundError when nothing is there, InvalidError when the path is no generation, CachefsError when the
+        save ended otherwise.
         """
-        if self._view.identity(path) is None:
-            raise NotFoundError(f"{to_text(path)} does not exist in the mount")
-        known = set(self._saves)
+        self._check_there(path)
+        while (closing := self._closing_around(path)) is not None and closing.closing is not None:
+            await closing.closing.wait()
         waiting = self._carry_out(self._detector.close_now(path, clock.monotonic(), self._view))
         self._changed.set()
-        attempt = self._saves[path].attempt if path in self._saves else ""
-        if waiting is not None:
-            await waiting
-        if not attempt:
+        save = self._saves.get(path) or self._closing.get(path)
+        with trio.CancelScope(shield=True):  # who asked may go away; a close that was begun is finished
+            if waiting is not None:
+                await waiting
+        if save is None:
+            raise CachefsError(f"{to_text(path)} was not closed")
+        if wait:
+            await self._wait_closed(path, save.attempt)
+        return save.attempt
+
+    def _check_there(self, path: bytes) -> None:
+        above, _, name = path.rpartition(b"/")
+        try:
+            fd = open_directory(self._tree_fd, above)
+            try:
+                os.stat(name or b".", dir_fd=fd, follow_symlinks=False)
+            finally:
+                os.close(fd)
+        except OSError as error:
+            raise NotFoundError(f"{to_text(path)} does not exist in the mount") from error
+
+    async def _wait_closed(self, path: bytes, attempt: str) -> None:
+        while True:
             with self._journal.read() as txn:
-                found = [one for one in txn.attempts.scan() if one.path == to_text(path)]
-            if not found:
-                raise InvalidError(f"{to_text(path)} is not a generation", hint=f"open saves: {len(known)}")
-            attempt = max(found, key=lambda one: one.serial).attempt
-        return attempt
+                record = txn.attempts.get(attempt)
+            if record is None:
+                tracked = (*self._saves.values(), *self._closing.values())
+                if all(save.attempt != attempt for save in tracked):
+                    raise CachefsError(f"the save of {to_text(path)} ended before it was closed")
+            elif record.closed_at is not None:
+                return
+            elif record.state.final:
+                raise CachefsError(f"the save of {to_text(path)} was abandoned: {record.error}")
+            await self._journal.wait_changed()
 
     def open_saves(self) -> dict[str, str]:
         """Return the open saves by path, and what each waits for."""
@@ -386,9 +496,12 @@ class Tracker:
         try:
             while self._survivors:
                 for path in self._survivors.ended():
-                    waiting = self.after(Change(Kind.CLOSED, path))
-                    if waiting is not None:
-                        await waiting
+                    try:
+                        waiting = self.after(Change(Kind.CLOSED, path))
+                        if waiting is not None:
+                            await waiting
+                    except StagingError as error:  # what it refused is owed
+                        _log.error("the journal failed", path=to_text(path), reason=str(error))
                 await trio.sleep(_LOOK)
         finally:
             self._survivors.close()
@@ -402,8 +515,15 @@ class Tracker:
 
 
 async def _all(waiting: list[Awaitable[None]]) -> None:
+    """Await every one, also when one fails: each may hold a gate. Raises the first error afterwards."""
+    failed: BaseException | None = None
     for one in waiting:
-        await one
+        try:
+            await one
+        except BaseException as error:
+            failed = failed or error
+    if failed is not None:
+        raise failed
 
 
 def _is_over(txn: Txn, attempt: str) -> bool:
@@ -411,9 +531,13 @@ def _is_over(txn: Txn, attempt: str) -> bool:
     return record is not None and record.state.final and not txn.shards_of(attempt)
 
 
-def _forget(txn: Txn) -> None:
-    """Delete the records of all but the newest HISTORY attempts that are over; the bucket keeps the published ones."""
-    over = [attempt for attempt in txn.attempts.scan() if _is_over(txn, attempt.attempt)]
+def _forget(txn: Txn, pins: Pins) -> None:
+    """Delete the records of all but the newest HISTORY attempts that are over; the bucket keeps the published ones.
+
+    The record of an attempt with pins stays: they are dropped by it.
+    """
+    pinned = pins.attempts()
+    over = [one for one in txn.attempts.scan() if _is_over(txn, one.attempt) and one.attempt not in pinned]
     for attempt in sorted(over, key=lambda record: record.serial)[:-HISTORY]:
         txn.attempts.delete(attempt.attempt)
 
@@ -426,11 +550,17 @@ def _insert(txn: Txn, record: AttemptRecord) -> None:
     txn.attempts.put(record.attempt, msgspec.structs.replace(record, step=step, serial=txn.next_serial()))
 
 
-def _closed(txn: Txn, attempt: AttemptRecord, action: CloseSave, closed: ClosedSet) -> list[ShardRecord]:
-    """Record the fixed set of a save; return the early shards that are not part of it."""
+def _closed(txn: Txn, attempt: AttemptRecord, action: CloseSave, closed: ClosedSet) -> list[ShardRecord] | None:
+    """Record the fixed set of a save; return the early shards that are not part of it.
+
+    None, and nothing recorded, when an early shard that it keeps was dropped meanwhile.
+    """
     kept = {shard.shard: shard for shard in closed.shards}
     dropped = []
-    for current in txn.shards_of(attempt.attempt):
+    recorded = txn.shards_of(attempt.attempt)
+    if closed.kept - {current.shard for current in recorded}:
+        return None
+    for current in recorded:
         if current.shard in kept:
             # The flusher may have moved on meanwhile: its progress stays.
             early = kept[current.shard]

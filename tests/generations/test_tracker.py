@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import zipfile
 from contextlib import ExitStack
 from io import BytesIO
@@ -10,8 +11,10 @@ from io import BytesIO
 import pytest
 import trio
 
+from cachefs.errors import CachefsError, NotFoundError, StagingError
 from cachefs.formats.keys import Keys
 from cachefs.formats.records import AttemptRecord, State
+from cachefs.generations import retrying
 from cachefs.generations import tracker as module
 from cachefs.generations.catalog import AUTO
 from cachefs.generations.detector import Detector
@@ -264,3 +267,268 @@ async def test_pins_go_when_an_attempt_is_over_and_old_attempts_are_forgotten(mo
         nursery.cancel_scope.cancel()
     assert mount.pins.attempts() == set()
     assert [attempt.step for attempt in mount.attempts()] == [7, 8, 9]
+
+
+class Full:
+    """Makes the journal refuse what is written while `full` is set."""
+
+    def __init__(self, mount: Mount, monkeypatch) -> None:
+        self.full = False
+        write = mount.journal.write
+
+        async def refuse(fn):
+            await trio.lowlevel.checkpoint()
+            if self.full:
+                raise StagingError("the journal cannot be written: disk full")
+            return await write(fn)
+
+        monkeypatch.setattr(mount.journal, "write", refuse)
+        monkeypatch.setattr(retrying, "FIRST", 0.01)
+
+
+async def pin_early(mount: Mount, nursery, path: str) -> None:
+    """Write a file of an open save and wait until it is pinned early."""
+    await nursery.start(mount.tracker.early.run)
+    await mount.write(path, b"early")
+    (attempt,) = mount.attempts()
+    with trio.fail_after(30):
+        while not mount.pinned(attempt):
+            await mount.journal.wait_changed()
+
+
+async def test_an_early_pin_that_is_being_dropped_is_not_part_of_the_closing_save(mount, monkeypatch):
+    """Whoever opens the file again is before the close: the close pins the file itself."""
+    async with trio.open_nursery() as nursery:
+        await pin_early(mount, nursery, "run/step-5/__0_0.distcp")
+        nursery.cancel_scope.cancel()
+    (early,) = mount.pins.shards(mount.attempts()[0].attempt)
+    await mount.write("run/step-5/.metadata.tmp", metadata("0_0"))
+    may_commit, commit = threading.Event(), mount.journal._commit
+
+    def slowly(batch):
+        may_commit.wait(30)
+        commit(batch)
+
+    monkeypatch.setattr(mount.journal, "_commit", slowly)
+    dropping = mount.tracker.before(Change(Kind.OPENED, b"run/step-5/__0_0.distcp"))
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(lambda: dropping)
+        await trio.testing.wait_all_tasks_blocked()
+        nursery.start_soon(mount.rename, "run/step-5/.metadata.tmp", "run/step-5/.metadata")
+        await trio.sleep(0.2)
+        may_commit.set()
+    (attempt,) = mount.attempts()
+    assert attempt.closed_at is not None
+    assert early not in mount.pins.shards(attempt.attempt)
+    assert mount.pinned(attempt) == {"__0_0.distcp": b"early", ".metadata": metadata("0_0")}
+
+
+async def test_a_close_pins_again_what_lost_its_early_pin_while_it_ran(mount, monkeypatch):
+    async with trio.open_nursery() as nursery:
+        await pin_early(mount, nursery, "run/step-5/__0_0.distcp")
+        nursery.cancel_scope.cancel()
+    (attempt,) = mount.attempts()
+    with mount.journal.read() as txn:
+        (shard,) = txn.shards_of(attempt.attempt)
+    close, closes = module.Closer.close, []
+
+    def losing(self, *arguments, **options):
+        closed = close(self, *arguments, **options)
+        if not closes:
+            mount.journal.write_now(lambda txn: txn.drop_shard(shard))
+            mount.pins.drop(shard.attempt, shard.shard)
+        closes.append(closed)
+        return closed
+
+    monkeypatch.setattr(module.Closer, "close", losing)
+    await mount.save("run/step-5", **{"1_0": b"two"})
+    (attempt,) = mount.attempts()
+    assert len(closes) == 2
+    assert mount.pinned(attempt) == {"__0_0.distcp": b"early", "__1_0.distcp": b"two", ".metadata": metadata("1_0")}
+
+
+async def test_a_save_that_cannot_be_journaled_fails_and_the_next_change_starts_another(mount, monkeypatch):
+    disk = Full(mount, monkeypatch)
+    disk.full = True
+    with pytest.raises(StagingError):
+        await mount.write("run/step-5/__0_0.distcp", b"one")
+    await mount.report(Kind.CLOSED, "run/step-5/__0_0.distcp")
+    assert mount.tracker.open_saves() == {}
+    disk.full = False
+    with trio.fail_after(30):
+        await mount.save("run/step-5", **{"1_0": b"two"})
+        await mount.held(Kind.TRUNCATED, "run/step-5/__0_0.distcp")
+    (attempt,) = mount.attempts()
+    assert attempt.closed_at is not None
+    assert mount.pinned(attempt)["__1_0.distcp"] == b"two"
+
+
+async def test_a_save_that_closes_before_its_failed_opening_is_known_freezes_nothing(mount, monkeypatch):
+    disk = Full(mount, monkeypatch)
+    (mount.staging.tree / "run").mkdir()
+    (mount.staging.tree / "run/model.pt").write_bytes(zipped(b"x"))
+    disk.full = True
+    failed = []
+
+    async def report(kind, **facts):
+        try:
+            await mount.report(kind, "run/model.pt", **facts)
+        except StagingError:
+            failed.append(kind)
+
+    with trio.fail_after(30):
+        async with trio.open_nursery() as nursery:
+            opening = mount.tracker.after(Change(Kind.CREATED, b"run/model.pt", writers=1))
+            nursery.start_soon(report, Kind.CLOSED)
+            await trio.testing.wait_all_tasks_blocked()
+            with pytest.raises(StagingError):
+                await opening
+        await mount.held(Kind.TRUNCATED, "run/model.pt")
+    assert failed == [Kind.CLOSED]
+
+
+async def test_of_several_things_to_do_each_is_done_although_one_fails():
+    done = []
+
+    async def fail():
+        raise StagingError("first")
+
+    async def work():
+        done.append(1)
+
+    with pytest.raises(StagingError, match="first"):
+        await module._all([fail(), work()])
+    assert done == [1]
+
+
+async def test_a_close_that_the_journal_refused_is_journaled_when_it_can_be(mount, monkeypatch, declared_warnings):
+    """With the bytes that the save had when it closed."""
+    declared_warnings("the journal failed")
+    disk = Full(mount, monkeypatch)
+    await mount.write("run/step-5/__0_0.distcp", b"one")
+    await mount.write("run/step-5/.metadata.tmp", metadata("0_0"))
+    disk.full = True
+    with pytest.raises(StagingError):
+        await mount.rename("run/step-5/.metadata.tmp", "run/step-5/.metadata")
+    async with trio.open_nursery() as nursery:
+        await nursery.start(mount.tracker.run)
+        await nursery.start(mount.tracker.release)
+        await trio.sleep(0.1)
+        (mount.staging.tree / "run/step-5/__0_0.distcp").unlink()
+        assert mount.attempts()[0].closed_at is None
+        disk.full = False
+        with trio.fail_after(30):
+            while mount.attempts()[0].closed_at is None:
+                await mount.journal.wait_changed()
+        nursery.cancel_scope.cancel()
+    (attempt,) = mount.attempts()
+    assert mount.pinned(attempt) == {"__0_0.distcp": b"one", ".metadata": metadata("0_0")}
+
+
+async def test_early_uploads_go_on_after_the_journal_failed(mount, monkeypatch, declared_warnings):
+    declared_warnings("early upload: the journal failed")
+    monkeypatch.setattr(retrying, "LAST", 0.01)
+    disk = Full(mount, monkeypatch)
+    await mount.write("run/step-5/__0_0.distcp", b"one")
+    disk.full = True
+    async with trio.open_nursery() as nursery:
+        await nursery.start(mount.tracker.early.run)
+        await trio.sleep(0.1)
+        disk.full = False
+        (attempt,) = mount.attempts()
+        with trio.fail_after(30):
+            while not mount.pinned(attempt):
+                await mount.journal.wait_changed()
+        nursery.cancel_scope.cancel()
+    assert mount.pinned(attempt) == {"__0_0.distcp": b"one"}
+
+
+async def test_a_file_behind_a_link_that_replaced_its_directory_is_not_pinned_early(mount):
+    """The daemon is root; the link may lead to files of others."""
+    other = mount.root / "other"
+    other.mkdir()
+    (other / "key").write_bytes(b"secret")
+    await mount.write("run/step-5/__0_0.distcp", b"one")
+    (mount.staging.tree / "run/step-5/sub").symlink_to(other)
+    (attempt,) = mount.attempts()
+    await mount.tracker.early._pin(b"run/step-5/sub/key", attempt.attempt, b"run/step-5")
+    assert mount.pins.shards(attempt.attempt) == set()
+
+
+async def test_what_was_to_be_pinned_early_is_forgotten_when_its_directory_goes(mount):
+    await mount.write("run/step-5/sub/__0_0.distcp", b"one")
+    assert mount.tracker.early._due
+    os.rename(mount.staging.tree / "run/step-5/sub", mount.staging.tree / "run/step-5/gone")
+    await mount.report(Kind.RENAMED, "run/step-5/gone", old=b"run/step-5/sub", is_dir=True)
+    assert not mount.tracker.early._due
+
+
+async def test_a_close_by_hand_returns_when_the_save_is_closed(mount):
+    """Not while somebody still writes a file of it."""
+    await mount.write("run/step-5/__0_0.distcp", b"one")
+    await mount.report(Kind.OPENED, "run/step-5/__0_0.distcp", writers=1)
+    done = []
+
+    async def close():
+        done.append(await mount.tracker.close_now(b"run/step-5"))
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(close)
+        await trio.testing.wait_all_tasks_blocked()
+        await mount.journal.barrier()
+        await trio.testing.wait_all_tasks_blocked()
+        assert done == []
+        await mount.report(Kind.CLOSED, "run/step-5/__0_0.distcp")
+    (attempt,) = mount.attempts()
+    assert done == [attempt.attempt]
+    assert attempt.closed_at is not None
+
+
+async def test_a_close_by_hand_says_why_the_save_was_abandoned(mount):
+    await mount.write("run/step-5/__0_0.distcp", b"one")
+    await mount.report(Kind.OPENED, "run/step-5/__0_0.distcp", writers=1)
+    with trio.fail_after(30):
+        async with trio.open_nursery() as nursery:
+
+            async def close():
+                with pytest.raises(CachefsError, match="abandoned: renamed to elsewhere"):
+                    await mount.tracker.close_now(b"run/step-5")
+
+            nursery.start_soon(close)
+            await trio.testing.wait_all_tasks_blocked()
+            await mount.rename("run/step-5", "run/elsewhere")
+
+
+async def test_two_closes_by_hand_at_once_follow_one_another(mount):
+    (mount.staging.tree / "some").mkdir()
+    (mount.staging.tree / "some/file").write_bytes(b"x")
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(mount.tracker.close_now, b"some")
+        nursery.start_soon(mount.tracker.close_now, b"some")
+    assert len(mount.attempts()) == 2
+    assert all(attempt.closed_at is not None for attempt in mount.attempts())
+
+
+async def test_a_path_through_a_link_is_not_closed(mount):
+    (mount.root / "other/step-5").mkdir(parents=True)
+    (mount.staging.tree / "link").symlink_to(mount.root / "other")
+    with pytest.raises(NotFoundError):
+        await mount.tracker.close_now(b"link/step-5")
+
+
+async def test_a_record_is_not_forgotten_before_its_pins_are_dropped(mount, monkeypatch):
+    monkeypatch.setattr(module, "HISTORY", 1)
+    for step in range(3):
+        await mount.save(f"run/step-{step}", **{"0_0": b"one"})
+
+    def over(txn):
+        for attempt in txn.attempts.scan():
+            for shard in txn.shards_of(attempt.attempt):
+                txn.drop_shard(shard)
+            txn.update_attempt(attempt.attempt, state=State.PUBLISHED)
+
+    await mount.journal.write(over)
+    mount.pins.drop_attempt(mount.attempts()[0].attempt)
+    mount.pins.drop_attempt(mount.attempts()[2].attempt)
+    await mount.journal.write(lambda txn: module._forget(txn, mount.pins))
+    assert [attempt.step for attempt in mount.attempts()] == [1, 2]

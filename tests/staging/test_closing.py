@@ -115,7 +115,7 @@ def test_early_pins_are_taken_over_when_the_file_is_still_the_same(staging, pins
     assert now["inner/new"].shard == by_path["renamed"].shard
     assert now["changed"].shard != by_path["changed"].shard
     assert not any(shard.early for shard in closed.shards)
-    assert {shard.paths[0] for shard in closed.dropped} == {"changed", "removed"}
+    assert closed.kept == {by_path["same"].shard, by_path["renamed"].shard}
 
 
 def test_a_single_file_is_a_save_of_its_own(staging, pins):
