@@ -12,15 +12,26 @@ import socket
 import struct
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+import structlog
 import trio
 
 from cachefs.errors import CachefsError, NotFoundError, UnavailableError
+from cachefs.formats.records import State
+
+_log = structlog.get_logger(__name__)
 
 LINE_MAX = 256 << 20
+CONNECTIONS = 256
+"""Connections that are served at once; a further one is told so."""
+TRANSFER_TIMEOUT = 10.0
+"""Seconds that the other end may take to send its request, and to read the answer."""
 _ATTRIBUTE = "user.cachefs.socket"
+_INTERNAL = 70
+"""Exit code of an error that we did not foresee (EX_SOFTWARE)."""
+_Seconds = Annotated[float, msgspec.Meta(ge=0)]
 
 
 class StatusRequest(msgspec.Struct, frozen=True, tag="status"):
@@ -31,12 +42,12 @@ class WaitRequest(msgspec.Struct, frozen=True, tag="wait"):
     """Wait until the newest attempt of the generation at `path` (text form, below the mount) has reached `state`."""
 
     path: str
-    state: str
-    timeout: float | None = None
+    state: State
+    timeout: _Seconds | None = None
 
 
 class CloseRequest(msgspec.Struct, frozen=True, tag="close"):
-    """Close the generation at `path` by hand."""
+    """Close the generation at `path` by hand; answered once it is closed."""
 
     path: str
 
@@ -44,7 +55,7 @@ class CloseRequest(msgspec.Struct, frozen=True, tag="close"):
 class FlushRequest(msgspec.Struct, frozen=True, tag="flush"):
     """Wait until everything closed so far is published."""
 
-    timeout: float | None = None
+    timeout: _Seconds | None = None
 
 
 Request = StatusRequest | WaitRequest | CloseRequest | FlushRequest
@@ -83,13 +94,17 @@ Handler = Callable[[Request, Peer], Awaitable[Any]]
 
 
 async def serve(path: Path, handler: Handler, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-    """Answer requests for ever. `handler` returns the result or raises a CachefsError, which becomes the answer."""
-    listener = trio.socket.from_stdlib_socket(_listen(path))
+    """Answer requests for ever. `handler` returns the result or raises an error, which becomes the answer; it is
+    cancelled when the other end goes away.
+    """
+    listener = trio.SocketListener(trio.socket.from_stdlib_socket(_listen(path)))
+    slots = trio.CapacityLimiter(CONNECTIONS)
+
+    async def answer(stream: trio.SocketStream) -> None:
+        await _answer(stream, handler, slots)
+
     task_status.started()
-    async with trio.open_nursery() as nursery:
-        while True:
-            connection, _ = await listener.accept()
-            nursery.start_soon(_answer, trio.SocketStream(connection), handler)
+    await trio.serve_listeners(answer, [listener])  # waits and goes on when there are no descriptors left
 
 
 def _listen(path: Path) -> socket.socket:
@@ -109,31 +124,80 @@ def _short(path: Path) -> str:
     return f"/proc/self/fd/{fd}/{path.name}"
 
 
-async def _answer(stream: trio.SocketStream, handler: Handler) -> None:
+async def _answer(stream: trio.SocketStream, handler: Handler, slots: trio.CapacityLimiter) -> None:
     async with stream:
-        raw = stream.socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-        peer = Peer(uid=struct.unpack("3i", raw)[1])
-        data = b""
         try:
-            while not data.endswith(b"\n"):
+            slots.acquire_nowait()
+        except trio.WouldBlock:
+            busy = Failure("the daemon serves too many requests", "try again", UnavailableError.exit_code)
+            await _send(stream, Answer(failure=busy))
+            return
+        try:
+            raw = stream.socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+            data = await _receive(stream)
+            if data:
+                answer = await _while_connected(stream, data, handler, Peer(uid=struct.unpack("3i", raw)[1]))
+                if answer is not None:
+                    await _send(stream, answer)
+        finally:
+            slots.release()
+
+
+async def _receive(stream: trio.SocketStream) -> bytes:
+    """Return the request; b"" when none comes."""
+    data = b""
+    with trio.move_on_after(TRANSFER_TIMEOUT):
+        while not data.endswith(b"\n"):
+            try:
                 chunk = await stream.receive_some()
-                if not chunk or len(data) > 1 << 20:
-                    return
-                data += chunk
-            answer = await _handle(data, handler, peer)
+            except trio.BrokenResourceError:
+                return b""
+            if not chunk or len(data) > 1 << 20:
+                return b""
+            data += chunk
+        return data
+    return b""
+
+
+async def _send(stream: trio.SocketStream, answer: Answer) -> None:
+    try:
+        with trio.move_on_after(TRANSFER_TIMEOUT):
             await stream.send_all(msgspec.json.encode(answer) + b"\n")
-        except trio.BrokenResourceError:
-            return  # the other end is gone; nobody is left to tell
+    except trio.BrokenResourceError:
+        pass  # the other end is gone; nobody is left to tell
+
+
+async def _while_connected(stream: trio.SocketStream, data: bytes, handler: Handler, peer: Peer) -> Answer | None:
+    """Handle a request; None when the other end went away before it was done."""
+    answer: Answer | None = None
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(_watch, stream, nursery.cancel_scope)
+        answer = await _handle(data, handler, peer)
+        nursery.cancel_scope.cancel()
+    return answer
+
+
+async def _watch(stream: trio.SocketStream, scope: trio.CancelScope) -> None:
+    try:
+        while await stream.receive_some():
+            pass
+    except trio.BrokenResourceError:
+        pass
+    scope.cancel()
 
 
 async def _handle(data: bytes, handler: Handler, peer: Peer) -> Answer:
     try:
         request = msgspec.json.decode(data, type=Request)
-        return Answer(result=await handler(request, peer))
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         return Answer(failure=Failure(f"unknown request: {error}", "daemon and command have different versions", 2))
+    try:
+        return Answer(result=await handler(request, peer))
     except CachefsError as error:
         return Answer(failure=Failure(str(error), error.hint, error.exit_code))
+    except Exception as error:  # whoever asks must not end the daemon
+        _log.exception("a request failed", request=type(request).__name__)
+        return Answer(failure=Failure(f"the daemon failed: {error!r}", "see its log", _INTERNAL))
 
 
 def find(path: Path) -> tuple[Path, Path]:

@@ -13,8 +13,17 @@ import trio
 
 from cachefs import __version__, clock, control
 from cachefs.config import Config
-from cachefs.errors import CachefsError, DeniedError, FencedError, NotFoundError, ProbeError, WaitTimeout
-from cachefs.formats.names import to_bytes, to_text
+from cachefs.errors import (
+    CachefsError,
+    CorruptError,
+    DeniedError,
+    FencedError,
+    InvalidError,
+    NotFoundError,
+    ProbeError,
+    WaitTimeout,
+)
+from cachefs.formats.names import checked_path, to_text
 from cachefs.formats.records import AttemptRecord, State
 from cachefs.journal import Journal
 from cachefs.publish.rules import effective_state
@@ -31,6 +40,8 @@ class Live(msgspec.Struct, frozen=True):
     loose_pending: Callable[[], int]
     open_saves: Callable[[], dict[str, str]]
     close_now: Callable[[bytes], Any]
+    in_generation: Callable[[bytes], bool] = lambda _path: False
+    """Whether a path is placed in a generation, by its name."""
 
 
 class Reporter:
@@ -77,7 +88,7 @@ class Reporter:
             return os.fsencode(self._socket) if not path else None
         found = self._status_of(to_text(path))
         if found is None:
-            return b"loose" if name == "state" and path and not self._is_directory(path) else None
+            return b"loose" if name == "state" and self._is_loose(path) else None
         values = {
             "state": found.state.value,
             "generation": found.generation,
@@ -86,8 +97,11 @@ class Reporter:
         }
         return values[name].encode() if name in values else None
 
-    def _is_directory(self, path: bytes) -> bool:
-        return os.path.isdir(os.path.join(os.fsencode(self._tree), path))
+    def _is_loose(self, path: bytes) -> bool:
+        """Whether a path without an attempt is a loose file; not one of a published save that was forgotten."""
+        if not path or self._live.in_generation(path):
+            return False
+        return not os.path.isdir(os.path.join(os.fsencode(self._tree), path))
 
     def _status_of(self, path: str) -> GenerationStatus | None:
         attempt = self._newest(path)
@@ -119,20 +133,24 @@ class Reporter:
             case control.StatusRequest():
                 return self.status()
             case control.WaitRequest(path, state, timeout):
-                return await self._wait(path, State(state), timeout)
+                _checked(path)
+                if state.rank < 0:
+                    raise InvalidError(f"{state.value} is nothing to wait for")
+                return await self._wait(path, state, timeout)
             case control.CloseRequest(path):
-                self._check_right(path, peer)
-                return await self._live.close_now(to_bytes(path))
+                inside = _checked(path)
+                self._check_right(inside, peer)
+                return await self._live.close_now(inside)
             case control.FlushRequest(timeout):
                 return await self._flush(timeout)
 
-    def _check_right(self, path: str, peer: control.Peer) -> None:
+    def _check_right(self, path: bytes, peer: control.Peer) -> None:
         try:
-            owner = os.lstat(os.path.join(os.fsencode(self._tree), to_bytes(path))).st_uid
-        except FileNotFoundError:
-            raise NotFoundError(f"{path} does not exist in the mount") from None
+            owner = os.lstat(os.path.join(os.fsencode(self._tree), path)).st_uid
+        except OSError:
+            raise NotFoundError(f"{to_text(path)} does not exist in the mount") from None
         if peer.uid not in (0, os.geteuid(), owner):
-            raise DeniedError(f"only its owner or root may close {path}")
+            raise DeniedError(f"only its owner or root may close {to_text(path)}")
 
     async def _wait(self, path: str, state: State, timeout: float | None) -> str:
         with trio.move_on_after(math.inf if timeout is None else timeout):
@@ -186,3 +204,13 @@ class Reporter:
                 attempt.closed_at is not None and not attempt.state.final and attempt.run not in fenced
                 for attempt in txn.attempts.scan()
             )
+
+
+def _checked(path: str) -> bytes:
+    """Return the bytes of a path that somebody asks about. Raises InvalidError when it leaves the mount."""
+    try:
+        return checked_path(path)
+    except CorruptError:
+        raise InvalidError(
+            f"{path!r} is no path inside the mount", hint="name it relative to the mountpoint, without . and .."
+        ) from None

@@ -59,7 +59,7 @@ def wait(
     if state not in {one.value for one in State if one.rank >= 0}:
         raise InvalidError(f"unknown state {state!r}", hint="open, staged, flushed, sealed, tested or published")
     socket, inside = _inside(path)
-    reached = control.ask(socket, control.WaitRequest(inside, state, timeout))
+    reached = control.ask(socket, control.WaitRequest(inside, State(state), timeout))
     show.result({"path": inside, "state": reached}, f"{inside}: {reached}", as_json=as_json)
 
 

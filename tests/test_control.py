@@ -1,0 +1,205 @@
+"""The control socket under requests that a command never sends."""
+
+from __future__ import annotations
+
+import errno
+import json
+from functools import partial
+
+import pytest
+import trio
+
+from cachefs import control
+from cachefs.errors import InvalidError, NotFoundError
+from cachefs.formats.records import AttemptRecord, State
+from cachefs.journal import Journal
+from cachefs.reporter import Live, Reporter
+
+
+class Daemon:
+    """A served socket whose handler does what the test says."""
+
+    def __init__(self, path) -> None:
+        self.path = path
+        self.seen: list[control.Request] = []
+        self.cancelled = trio.Event()
+
+    async def wait_seen(self, count: int) -> None:
+        with trio.fail_after(30):
+            while len(self.seen) < count:  # noqa: ASYNC110 - short, and the count differs
+                await trio.sleep(0.01)
+
+    async def handle(self, request, peer):
+        self.seen.append(request)
+        match request:
+            case control.CloseRequest("broken"):
+                raise KeyError("broken")
+            case control.CloseRequest("unknown"):
+                raise NotFoundError("unknown is not there")
+            case control.WaitRequest():
+                try:
+                    await trio.sleep_forever()
+                finally:
+                    self.cancelled.set()
+        return "fine"
+
+    async def ask(self, line: bytes):
+        """Send a line and return the answer."""
+        async with await trio.open_unix_socket(self.path) as stream:
+            await stream.send_all(line + b"\n")
+            answer = b""
+            with trio.fail_after(30):
+                while not answer.endswith(b"\n"):
+                    chunk = await stream.receive_some()
+                    if not chunk:
+                        return None
+                    answer += chunk
+            return json.loads(answer)
+
+
+STATUS = b'{"type":"status"}'
+WAIT = b'{"type":"wait","path":"x","state":"published"}'
+
+
+@pytest.fixture
+async def daemon(tmp_path, nursery):
+    made = Daemon(tmp_path / "control.sock")
+    await nursery.start(control.serve, made.path, made.handle)
+    return made
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b'{"type":"wait","path":"x","state":"bogus"}',
+        b'{"type":"wait","path":"x","state":"published","timeout":-1}',
+        b'{"type":"flush","timeout":-1}',
+        b'{"type":"nothing"}',
+        b"\xff\xfe",
+        b"{",
+    ],
+)
+async def test_a_request_that_is_none_is_answered_and_does_no_harm(daemon, line):
+    assert (await daemon.ask(line))["failure"]["exit_code"] == 2
+    assert daemon.seen == []
+    assert (await daemon.ask(STATUS))["result"] == "fine"
+
+
+async def test_a_request_that_fails_is_answered_and_logged(daemon, declared_warnings):
+    declared_warnings("a request failed request=CloseRequest")
+    assert (await daemon.ask(b'{"type":"close","path":"broken"}'))["failure"]["exit_code"] == 70
+    assert (await daemon.ask(b'{"type":"close","path":"unknown"}'))["failure"]["exit_code"] == 66
+    assert (await daemon.ask(STATUS))["result"] == "fine"
+
+
+async def test_no_descriptors_left_for_a_while_are_outlived(daemon, monkeypatch, declared_warnings):
+    declared_warnings("accept returned EMFILE")
+    accept, failed = trio.SocketListener.accept, trio.Event()
+
+    async def full(self):
+        if not failed.is_set():
+            failed.set()
+            raise OSError(errno.EMFILE, "Too many open files")
+        return await accept(self)
+
+    monkeypatch.setattr(trio.SocketListener, "accept", full)
+    await daemon.ask(STATUS)  # its accept began before
+    assert failed.is_set()
+    assert (await daemon.ask(STATUS))["result"] == "fine"
+
+
+async def test_connections_are_bounded(daemon, monkeypatch, tmp_path, nursery):
+    monkeypatch.setattr(control, "CONNECTIONS", 2)
+    few = Daemon(tmp_path / "few.sock")
+    await nursery.start(control.serve, few.path, few.handle)
+    waits = [await trio.open_unix_socket(few.path) for _ in range(2)]
+    for stream in waits:
+        await stream.send_all(WAIT + b"\n")
+    await few.wait_seen(2)
+    assert "too many" in (await few.ask(STATUS))["failure"]["message"]
+    for stream in waits:
+        await stream.aclose()
+    with trio.fail_after(30):
+        while (await few.ask(STATUS))["failure"] is not None:
+            pass
+
+
+async def test_who_goes_away_is_not_waited_for(daemon):
+    async with await trio.open_unix_socket(daemon.path) as stream:
+        await stream.send_all(WAIT + b"\n")
+        await daemon.wait_seen(1)
+    with trio.fail_after(30):
+        await daemon.cancelled.wait()
+
+
+async def test_who_says_nothing_is_let_go(daemon, monkeypatch):
+    monkeypatch.setattr(control, "TRANSFER_TIMEOUT", 0.05)
+    async with await trio.open_unix_socket(daemon.path) as stream:
+        await stream.send_all(b"{")
+        with trio.fail_after(30):
+            assert await stream.receive_some() == b""
+
+
+class Answers:
+    """A reporter on a real journal; `closed` are the paths that it asks to close."""
+
+    def __init__(self, tmp_path, journal: Journal) -> None:
+        self.closed: list[bytes] = []
+        self.tree = tmp_path / "tree"
+        self.tree.mkdir()
+        live = Live(
+            publishing_blocked=str,
+            store_health=str,
+            data_path=str,
+            staging_free=int,
+            loose_pending=int,
+            open_saves=dict,
+            close_now=self.close,
+            in_generation=lambda path: path.startswith(b"run/step-"),
+        )
+        self.reporter = Reporter(journal, None, "s3://bucket", tmp_path / "control.sock", self.tree, live)
+        self.handle = partial(self.reporter.handle, peer=control.Peer(0))
+
+    async def close(self, path: bytes) -> str:
+        self.closed.append(path)
+        return "attempt"
+
+
+@pytest.fixture
+def answers(tmp_path):
+    journal = Journal(tmp_path / "journal")
+    record = AttemptRecord(
+        attempt="a", path="run/step-2", run="run", generation="step-2", kind="directory", preset="", step=2,
+        opened_at=0.0, serial=1, state=State.PUBLISHED, closed_at=1.0,
+    )  # fmt: skip
+    journal.write_now(lambda txn: txn.attempts.put("a", record))
+    yield Answers(tmp_path, journal)
+    journal.close()
+
+
+@pytest.mark.parametrize("path", ["../outside", "/etc", "a/../../outside", "", ".", "a//b", "a\0b"])
+@pytest.mark.parametrize("make", [control.CloseRequest, lambda path: control.WaitRequest(path, State.STAGED)])
+async def test_a_path_that_leaves_the_mount_is_refused(answers, tmp_path, path, make):
+    (tmp_path / "outside").mkdir()
+    with pytest.raises(InvalidError, match="no path inside the mount"):
+        await answers.handle(make(path))
+    assert answers.closed == []
+
+
+async def test_a_path_in_the_mount_is_closed(answers):
+    (answers.tree / "run").mkdir()
+    assert await answers.handle(control.CloseRequest("run")) == "attempt"
+    assert answers.closed == [b"run"]
+
+
+async def test_there_is_no_wait_for_an_end_that_is_no_promise(answers):
+    with pytest.raises(InvalidError):
+        await answers.handle(control.WaitRequest("run/step-2", State.ABANDONED))
+    assert await answers.handle(control.WaitRequest("run/step-2", State.STAGED)) == State.PUBLISHED
+
+
+def test_a_file_of_a_forgotten_save_has_no_state(answers):
+    """It may well be published: only what lies outside every generation is loose."""
+    assert answers.reporter.answer(b"run/step-2/x", "state") == b"published"
+    assert answers.reporter.answer(b"run/step-1/x", "state") is None
+    assert answers.reporter.answer(b"run/log.txt", "state") == b"loose"
