@@ -79,7 +79,16 @@ class Handles:
         if stat.st_mode & 0o6000 and not node.backing:
             handle.direct = True
             return
-        handle.backing = self._passthrough.open(fd, node.backing)
+        if node.backing:
+            handle.backing = self._passthrough.open(fd, fd, node.backing)
+        else:
+            # The kernel keeps the file that it is given for as long as anything of the mount is in use, even when the
+            # daemon is gone: it must not count as a writer (staging.survivors).
+            read_only = os.open(b"/proc/self/fd/%d" % fd, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                handle.backing = self._passthrough.open(fd, read_only, 0)
+            finally:
+                os.close(read_only)
         if handle.backing:
             node.backing = handle.backing
             node.backed += 1

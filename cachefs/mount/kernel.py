@@ -141,9 +141,9 @@ class Passthrough:
         if self._wanted == "kernel" and not self._on:
             self._refuse()
 
-    def open(self, fd: int, backing: int) -> int:
-        """Let the reply for handle `fd` carry a backing id: the inode's, or a new one for its file. Return it, 0 for
-        none.
+    def open(self, fd: int, file: int, backing: int) -> int:
+        """Let the reply for handle `fd` carry a backing id: the inode's, or a new one for its file, of which `file` is
+        a descriptor. Return it, 0 for none.
 
         When the kernel refuses the first file, the kernel path is off for the whole mount.
         """
@@ -151,7 +151,7 @@ class Passthrough:
             return 0
         if not backing:
             try:
-                backing = int(_extension.backing_open(fd))
+                backing = int(_extension.backing_open(file))
             except OSError as error:
                 self._on = False
                 self.reason = f"the kernel refused a staging file: {error.strerror}"
