@@ -324,7 +324,7 @@ class Tracker:
 
     async def _record_late(self, attempt: AttemptRecord, action: CloseSave, closed: ClosedSet) -> None:
         if not await self._record(attempt, action, closed):
-            await self._journal_end(attempt.attempt, "a file of it was written again before its close was journaled")
+            await self._write_end(attempt.attempt, "a file of it was written again before its close was journaled")
 
     def _owe(self, write: Callable[[], Awaitable[None]]) -> None:
         """Have `run` repeat a write that the journal refused."""
@@ -338,10 +338,13 @@ class Tracker:
     async def _journal_end(self, attempt: str, reason: str) -> None:
         self.early.settled(attempt)
         try:
-            await self._journal.write(lambda txn: _ended(txn, attempt, reason))
+            await self._write_end(attempt, reason)
         except StagingError:
-            self._owe(lambda: self._journal_end(attempt, reason))
+            self._owe(lambda: self._write_end(attempt, reason))
             raise
+
+    async def _write_end(self, attempt: str, reason: str) -> None:
+        await self._journal.write(lambda txn: _ended(txn, attempt, reason))
         await trio.to_thread.run_sync(self._pins.drop_attempt, attempt)
         self._hints.opened()
 
@@ -371,7 +374,7 @@ class Tracker:
             try:
                 await owed[0]()
             except StagingError:
-                self._owed = owed + [one for one in self._owed if one not in owed]
+                self._owed = owed + self._owed
                 raise
             del owed[0]
         waiting = self._carry_out(self._detector.due(clock.monotonic(), self._view))

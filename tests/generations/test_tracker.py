@@ -16,6 +16,7 @@ from cachefs.formats.keys import Keys
 from cachefs.formats.records import AttemptRecord, State
 from cachefs.generations import retrying
 from cachefs.generations import tracker as module
+from cachefs.generations.actions import CloseSave
 from cachefs.generations.catalog import AUTO
 from cachefs.generations.detector import Detector
 from cachefs.generations.placement import Placer
@@ -532,3 +533,40 @@ async def test_a_record_is_not_forgotten_before_its_pins_are_dropped(mount, monk
     mount.pins.drop_attempt(mount.attempts()[2].attempt)
     await mount.journal.write(lambda txn: module._forget(txn, mount.pins))
     assert [attempt.step for attempt in mount.attempts()] == [1, 2]
+
+
+async def test_an_end_that_the_journal_refused_is_journaled_when_it_can_be(mount, monkeypatch, declared_warnings):
+    declared_warnings("the journal failed")
+    disk = Full(mount, monkeypatch)
+    await mount.write("run/step-5/__0_0.distcp", b"one")
+    disk.full = True
+    with pytest.raises(StagingError):
+        await mount.rename("run/step-5", "run/elsewhere")
+    async with trio.open_nursery() as nursery:
+        await nursery.start(mount.tracker.run)
+        await trio.sleep(0.1)
+        assert len(mount.tracker._owed) <= 1
+        disk.full = False
+        with trio.fail_after(30):
+            while mount.attempts()[0].state is not State.ABANDONED:
+                await mount.journal.wait_changed()
+        nursery.cancel_scope.cancel()
+
+
+async def test_a_close_by_time_stays_pending_while_the_journal_fails(mount, monkeypatch, declared_warnings):
+    declared_warnings("the journal failed")
+    disk = Full(mount, monkeypatch)
+    await mount.write("run/step-5/__0_0.distcp", b"one")
+    due = [CloseSave(b"run/step-5", "", "quiet", 5)]
+    monkeypatch.setattr(mount.tracker._detector, "due", lambda _now, _view: [due.pop()] if due else [])
+    disk.full = True
+    async with trio.open_nursery() as nursery:
+        await nursery.start(mount.tracker.run)
+        await trio.sleep(0.1)
+        assert mount.attempts()[0].closed_at is None
+        disk.full = False
+        with trio.fail_after(30):
+            while mount.attempts()[0].closed_at is None:
+                await mount.journal.wait_changed()
+        nursery.cancel_scope.cancel()
+    assert mount.pinned(mount.attempts()[0]) == {"__0_0.distcp": b"one"}
