@@ -27,7 +27,9 @@ from cachefs.gauges import Gauges
 from cachefs.generations.catalog import configured
 from cachefs.generations.detector import Detector
 from cachefs.generations.placement import Placer
-from cachefs.generations.tracker import Hints, Tracker
+from cachefs.generations.releaser import Releaser
+from cachefs.generations.tracked import Hints
+from cachefs.generations.tracker import Tracker
 from cachefs.journal import Journal
 from cachefs.mount import session
 from cachefs.mount.kernel import Passthrough
@@ -124,7 +126,7 @@ class Daemon:
                 await nursery.start(self._supervisor.run)
                 await nursery.start(self._tracker.run)
                 await nursery.start(self._tracker.early.run)
-                await nursery.start(self._tracker.release)
+                await nursery.start(self._releaser.run)
                 await nursery.start(self._tracker.watch_survivors)
                 await nursery.start(control.serve, self._staging.socket, self._reporter.handle)
                 await nursery.start(self._gauges.run)
@@ -162,6 +164,7 @@ class Daemon:
                 loose=self._supervisor.loose,
             ),
         )
+        self._releaser = Releaser(self._journal, self._pins)
         room = Room(staging, reserve=config.reserve, timeout=config.full_timeout)
         live = Live(
             publishing_blocked=lambda: self._supervisor.figures.blocked,
@@ -182,7 +185,7 @@ class Daemon:
     def _engine_changed(self) -> None:
         """The engine has changed the journal: wake who waits, and drop the pins of what is over."""
         self._journal.note_commit()
-        self._tracker.wake_release()
+        self._releaser.wake()
 
     # ---- the service around it
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 from collections.abc import Awaitable, Callable
 
-import msgspec
 import structlog
 import trio
 
@@ -16,7 +15,8 @@ from cachefs import clock
 from cachefs.errors import CachefsError, NotFoundError, StagingError
 from cachefs.formats.keys import Keys
 from cachefs.formats.names import to_bytes, to_text
-from cachefs.formats.records import AttemptRecord, RunRecord, ShardRecord, State
+from cachefs.formats.records import AttemptRecord, ShardRecord, State
+from cachefs.generations import attempts
 from cachefs.generations.actions import (
     AbandonSave,
     Action,
@@ -34,47 +34,18 @@ from cachefs.generations.early import EarlyUploads
 from cachefs.generations.placement import Placement, Placer
 from cachefs.generations.retrying import persist
 from cachefs.generations.signals import marker_paths
+from cachefs.generations.tracked import Hints, Tracked, each
 from cachefs.generations.view import TreeView
-from cachefs.journal import Journal, Txn
+from cachefs.journal import Journal
 from cachefs.staging.changes import Change, Kind
 from cachefs.staging.pins import Pins
 from cachefs.staging.survivors import Survivors
 from cachefs.staging.walking import open_directory
 
 _log = structlog.get_logger(__name__)
-HISTORY = 500
-"""Attempts that are over and stay in the journal, for `status` and to tell additions to a closed save from a new
-one.
-"""
 _REWRITES = (Kind.OPENED, Kind.TRUNCATED)
 _LOOK = 0.5
 """Seconds after which a file that a process of an earlier mount still writes is looked at again."""
-
-
-class Hints(msgspec.Struct, frozen=True):
-    """Whom to wake. Hints only: each re-reads the journal."""
-
-    opened: Callable[[], None]
-    """An attempt was opened or ended."""
-    closed: Callable[[], None]
-    """A save was closed."""
-    pinned: Callable[[], None]
-    """There is something to send."""
-    loose: Callable[[bytes], None]
-    """A loose file changed."""
-
-
-class _Save:
-    """A save being tracked: its attempt, and the two moments others wait for. `lost` when it could not be journaled."""
-
-    __slots__ = ("attempt", "closing", "journaled", "lost", "placement")
-
-    def __init__(self, attempt: str, placement: Placement) -> None:
-        self.attempt = attempt
-        self.placement = placement
-        self.journaled = trio.Event()
-        self.closing: trio.Event | None = None
-        self.lost = False
 
 
 class Tracker:
@@ -104,14 +75,13 @@ class Tracker:
         self._hints = hints
         self._view = TreeView(tree_fd)
         self._survivors = Survivors(tree_fd)
-        self._saves: dict[bytes, _Save] = {}
-        self._closing: dict[bytes, _Save] = {}
+        self._saves: dict[bytes, Tracked] = {}
+        self._closing: dict[bytes, Tracked] = {}
         self._owed: list[Callable[[], Awaitable[None]]] = []
         """What the journal refused to take; `run` tries again."""
         self._changed = trio.Event()
         self._looks_at = float("inf")
         """When `run` looks again by itself."""
-        self._over = trio.Event()
         self.early = EarlyUploads(journal, pins, tree_fd, delay=early_delay, key=self._key, pinned=hints.pinned)
 
     def _key(self, attempt: AttemptRecord, shard: str, path: str) -> str:
@@ -130,7 +100,7 @@ class Tracker:
             return self.early.drop(shard)
         return None
 
-    def _closing_around(self, path: bytes) -> _Save | None:
+    def _closing_around(self, path: bytes) -> Tracked | None:
         for root, save in self._closing.items():
             if path == root or path.startswith(root + b"/") or root.startswith(path + b"/"):
                 return save
@@ -185,14 +155,14 @@ class Tracker:
                     self._hints.loose(path)
         if not waiting:
             return None
-        return waiting[0] if len(waiting) == 1 else _all(waiting)
+        return waiting[0] if len(waiting) == 1 else each(waiting)
 
     def _open(self, placement: Placement) -> Awaitable[None]:
-        save = _Save(clock.new_id(), placement)
+        save = Tracked(clock.new_id(), placement)
         self._saves[placement.path] = save
         return self._journal_open(save)
 
-    async def _journal_open(self, save: _Save) -> None:
+    async def _journal_open(self, save: Tracked) -> None:
         """Journal a new attempt. A name that a framework only writes under is journaled when it gets its real one."""
         placement = save.placement
         if placement.temporary and save.closing is None:
@@ -211,7 +181,7 @@ class Tracker:
             baselines=baselines,
         )
         try:
-            await self._journal.write(lambda txn: _insert(txn, record))
+            await self._journal.write(lambda txn: attempts.insert(txn, record))
         except StagingError:
             self._lose(save)
             raise
@@ -221,7 +191,7 @@ class Tracker:
             await self._journal_end(save.attempt, "it could not be journaled in time")
         self._hints.opened()
 
-    def _lose(self, save: _Save) -> None:
+    def _lose(self, save: Tracked) -> None:
         """A save could not be journaled: the next change below its path starts another one."""
         save.lost = True
         path = save.placement.path
@@ -232,9 +202,9 @@ class Tracker:
     def _move(self, old: bytes, placement: Placement) -> Awaitable[None]:
         save = self._saves.pop(old)
         if save.journaled.is_set():
-            moved = _Save(clock.new_id(), placement)
+            moved = Tracked(clock.new_id(), placement)
             self._saves[placement.path] = moved
-            return _all(
+            return each(
                 [self._journal_end(save.attempt, f"renamed to {placement.generation}"), self._journal_open(moved)]
             )
         save.placement = placement
@@ -245,9 +215,9 @@ class Tracker:
         save = self._saves.pop(path)
         save.closing = trio.Event()
         self._closing[path] = save
-        return self._pin_all(path, save, action)
+        return self._pineach(path, save, action)
 
-    async def _pin_all(self, path: bytes, save: _Save, action: CloseSave) -> None:
+    async def _pineach(self, path: bytes, save: Tracked, action: CloseSave) -> None:
         assert save.closing is not None
         try:
             if save.placement.temporary:
@@ -262,7 +232,7 @@ class Tracker:
                 del self._closing[path]
             save.closing.set()
 
-    async def _pin(self, path: bytes, save: _Save, action: CloseSave) -> bool:
+    async def _pin(self, path: bytes, save: Tracked, action: CloseSave) -> bool:
         """Pin and record a save, or abandon it; False when an early pin was lost meanwhile: then all is done again."""
         attempt, early = await self._journaled(save)
         preset = next((one for one in save.placement.candidates if one.name == action.preset), None)
@@ -298,7 +268,7 @@ class Tracker:
                 await trio.to_thread.run_sync(self._pins.drop, shard.attempt, shard.shard)
         return False
 
-    async def _journaled(self, save: _Save) -> tuple[AttemptRecord, list[ShardRecord]]:
+    async def _journaled(self, save: Tracked) -> tuple[AttemptRecord, list[ShardRecord]]:
         """Return the records of a save and its early pins, without those whose drop is on its way to the journal."""
         early: list[ShardRecord] = []
         try:
@@ -313,7 +283,7 @@ class Tracker:
 
     async def _record(self, attempt: AttemptRecord, action: CloseSave, closed: ClosedSet) -> bool:
         """Journal a close; False, and nothing done, when an early pin of it was dropped meanwhile."""
-        dropped = await self._journal.write(lambda txn: _closed(txn, attempt, action, closed))
+        dropped = await self._journal.write(lambda txn: attempts.closed(txn, attempt, action, closed))
         if dropped is None:
             return False
         for shard in dropped:
@@ -344,7 +314,7 @@ class Tracker:
             raise
 
     async def _write_end(self, attempt: str, reason: str) -> None:
-        await self._journal.write(lambda txn: _ended(txn, attempt, reason))
+        await self._journal.write(lambda txn: attempts.ended(txn, attempt, reason))
         await trio.to_thread.run_sync(self._pins.drop_attempt, attempt)
         self._hints.opened()
 
@@ -352,7 +322,7 @@ class Tracker:
         save = self._saves.get(path)
         if save is not None:
             await save.journaled.wait()
-            await self._journal.write(lambda txn: _noted(txn, save.attempt, why))
+            await self._journal.write(lambda txn: attempts.noted(txn, save.attempt, why))
 
     # ---- the clock, by hand, and after a restart
 
@@ -380,30 +350,6 @@ class Tracker:
         waiting = self._carry_out(self._detector.due(clock.monotonic(), self._view))
         if waiting is not None:
             await waiting
-
-    def wake_release(self) -> None:
-        """Hint that an attempt may be over."""
-        self._over.set()
-
-    async def release(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Drop the pins of attempts that are over and have no shard records any more, and forget old ones, for ever.
-
-        This process alone makes and drops pins, because it counts a file's names by them.
-        """
-        task_status.started()
-        while True:
-            self._over = trio.Event()
-            await persist(self._release, "forgetting old saves")
-            await self._over.wait()
-
-    async def _release(self) -> None:
-        with self._journal.read() as txn:
-            over = [attempt for attempt in self._pins.attempts() if _is_over(txn, attempt)]
-            forgettable = txn.attempts.count() > 2 * HISTORY
-        for attempt in over:
-            await trio.to_thread.run_sync(self._pins.drop_attempt, attempt)
-        if forgettable:
-            await self._journal.write(lambda txn: _forget(txn, self._pins))
 
     async def close_now(self, path: bytes, *, wait: bool = True) -> str:
         """Close a generation by hand; return its attempt id once it is closed, or without `wait` once that is begun:
@@ -458,12 +404,12 @@ class Tracker:
 
     async def resume(self) -> None:
         """Take up the saves of an earlier process: drop pins nobody knows, close what was complete."""
-        await self._journal.write(self._sweep)
+        await self._journal.write(lambda txn: attempts.sweep(txn, self._pins))
         with self._journal.read() as txn:
-            attempts = sorted(txn.attempts.scan(), key=lambda record: record.serial)
+            known = sorted(txn.attempts.scan(), key=lambda record: record.serial)
             early = [shard for shard in txn.shards.scan() if shard.early]
         self.early.resume(early)
-        latest = {attempt.path: attempt for attempt in attempts}
+        latest = {attempt.path: attempt for attempt in known}
         resumed: list[ResumedSave] = []
         for attempt in latest.values():
             path = to_bytes(attempt.path)
@@ -483,7 +429,7 @@ class Tracker:
             if not save.closed:
                 attempt = latest[to_text(save.path)]
                 placement = self._placer.any(save.path, is_file=attempt.kind == "file")
-                tracked = self._saves[save.path] = _Save(attempt.attempt, placement)
+                tracked = self._saves[save.path] = Tracked(attempt.attempt, placement)
                 tracked.journaled.set()
         waiting = self._carry_out(self._detector.resume(resumed, self._view, clock.monotonic()))
         if waiting is not None:
@@ -508,98 +454,3 @@ class Tracker:
                 await trio.sleep(_LOOK)
         finally:
             self._survivors.close()
-
-    def _sweep(self, txn: Txn) -> None:
-        for attempt in txn.attempts.scan():
-            shards = {shard.shard for shard in txn.shards_of(attempt.attempt)}
-            for stray in self._pins.shards(attempt.attempt) - shards:
-                self._pins.drop(attempt.attempt, stray)
-        self._pins.sweep({attempt.attempt for attempt in txn.attempts.scan()})
-
-
-async def _all(waiting: list[Awaitable[None]]) -> None:
-    """Await every one, also when one fails: each may hold a gate. Raises the first error afterwards."""
-    failed: BaseException | None = None
-    for one in waiting:
-        try:
-            await one
-        except BaseException as error:
-            failed = failed or error
-    if failed is not None:
-        raise failed
-
-
-def _is_over(txn: Txn, attempt: str) -> bool:
-    record = txn.attempts.get(attempt)
-    return record is not None and record.state.final and not txn.shards_of(attempt)
-
-
-def _forget(txn: Txn, pins: Pins) -> None:
-    """Delete the records of all but the newest HISTORY attempts that are over; the bucket keeps the published ones.
-
-    The record of an attempt with pins stays: they are dropped by it.
-    """
-    pinned = pins.attempts()
-    over = [one for one in txn.attempts.scan() if _is_over(txn, one.attempt) and one.attempt not in pinned]
-    for attempt in sorted(over, key=lambda record: record.serial)[:-HISTORY]:
-        txn.attempts.delete(attempt.attempt)
-
-
-def _insert(txn: Txn, record: AttemptRecord) -> None:
-    run = txn.runs.get(record.run) or RunRecord(run=record.run)
-    # A name without a number takes the highest step so far: it is then ordered by when it was opened.
-    step = record.step if record.step >= 0 else run.step
-    txn.runs.put(record.run, msgspec.structs.replace(run, step=max(run.step, step)))
-    txn.attempts.put(record.attempt, msgspec.structs.replace(record, step=step, serial=txn.next_serial()))
-
-
-def _closed(txn: Txn, attempt: AttemptRecord, action: CloseSave, closed: ClosedSet) -> list[ShardRecord] | None:
-    """Record the fixed set of a save; return the early shards that are not part of it.
-
-    None, and nothing recorded, when an early shard that it keeps was dropped meanwhile.
-    """
-    kept = {shard.shard: shard for shard in closed.shards}
-    dropped = []
-    recorded = txn.shards_of(attempt.attempt)
-    if closed.kept - {current.shard for current in recorded}:
-        return None
-    for current in recorded:
-        if current.shard in kept:
-            # The flusher may have moved on meanwhile: its progress stays.
-            early = kept[current.shard]
-            kept[current.shard] = msgspec.structs.replace(
-                current, paths=early.paths, mode=early.mode, xattrs=early.xattrs, early=False
-            )
-        else:
-            txn.drop_shard(current)
-            dropped.append(current)
-    for shard in kept.values():
-        txn.put_shard(shard)
-    txn.update_attempt(
-        attempt.attempt,
-        preset=action.preset,
-        signal=action.signal,
-        closed_at=clock.now(),
-        files=len(kept),
-        size=sum(shard.identity.size for shard in kept.values()),
-        symlinks=closed.symlinks,
-        directories=closed.directories,
-        trackers=closed.trackers,
-        error="",
-    )
-    return dropped
-
-
-def _ended(txn: Txn, attempt: str, reason: str) -> None:
-    record = txn.attempts.get(attempt)
-    if record is None or record.closed_at is not None:
-        return
-    for shard in txn.shards_of(attempt):
-        txn.drop_shard(shard)
-    txn.update_attempt(attempt, state=State.ABANDONED, error=reason)
-
-
-def _noted(txn: Txn, attempt: str, why: str) -> None:
-    record = txn.attempts.get(attempt)
-    if record is not None and record.closed_at is None:
-        txn.update_attempt(attempt, error=why)

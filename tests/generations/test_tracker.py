@@ -14,13 +14,15 @@ import trio
 from cachefs.errors import CachefsError, NotFoundError, StagingError
 from cachefs.formats.keys import Keys
 from cachefs.formats.records import AttemptRecord, State
-from cachefs.generations import retrying
+from cachefs.generations import attempts, retrying
 from cachefs.generations import tracker as module
 from cachefs.generations.actions import CloseSave
 from cachefs.generations.catalog import AUTO
 from cachefs.generations.detector import Detector
 from cachefs.generations.placement import Placer
-from cachefs.generations.tracker import Hints, Tracker
+from cachefs.generations.releaser import Releaser
+from cachefs.generations.tracked import Hints
+from cachefs.generations.tracker import Tracker
 from cachefs.journal import Journal
 from cachefs.staging.changes import Change, Kind
 from cachefs.staging.layout import Staging
@@ -57,6 +59,7 @@ class Mount:
         self.stack.callback(self.journal.close)
         self.pins = Pins(self.staging)
         self.hints: list[object] = []
+        self.releaser = Releaser(self.journal, self.pins)
         placer = Placer(AUTO)
         self.tracker = Tracker(
             self.journal,
@@ -248,7 +251,7 @@ async def test_pins_that_no_record_names_are_swept_by_the_next_start(mount):
 
 
 async def test_pins_go_when_an_attempt_is_over_and_old_attempts_are_forgotten(mount, monkeypatch):
-    monkeypatch.setattr(module, "HISTORY", 3)
+    monkeypatch.setattr(attempts, "HISTORY", 3)
     for step in range(10):
         await mount.save(f"run/step-{step}", **{"0_0": b"one"})
 
@@ -259,9 +262,9 @@ async def test_pins_go_when_an_attempt_is_over_and_old_attempts_are_forgotten(mo
             txn.update_attempt(attempt.attempt, state=State.PUBLISHED)
 
     async with trio.open_nursery() as nursery:
-        await nursery.start(mount.tracker.release)
+        await nursery.start(mount.releaser.run)
         await mount.journal.write(published)
-        mount.tracker.wake_release()
+        mount.releaser.wake()
         with trio.fail_after(30):
             while len(mount.attempts()) > 3:
                 await mount.journal.wait_changed()
@@ -398,7 +401,7 @@ async def test_of_several_things_to_do_each_is_done_although_one_fails():
         done.append(1)
 
     with pytest.raises(StagingError, match="first"):
-        await module._all([fail(), work()])
+        await module.each([fail(), work()])
     assert done == [1]
 
 
@@ -413,7 +416,7 @@ async def test_a_close_that_the_journal_refused_is_journaled_when_it_can_be(moun
         await mount.rename("run/step-5/.metadata.tmp", "run/step-5/.metadata")
     async with trio.open_nursery() as nursery:
         await nursery.start(mount.tracker.run)
-        await nursery.start(mount.tracker.release)
+        await nursery.start(mount.releaser.run)
         await trio.sleep(0.1)
         (mount.staging.tree / "run/step-5/__0_0.distcp").unlink()
         assert mount.attempts()[0].closed_at is None
@@ -518,7 +521,7 @@ async def test_a_path_through_a_link_is_not_closed(mount):
 
 
 async def test_a_record_is_not_forgotten_before_its_pins_are_dropped(mount, monkeypatch):
-    monkeypatch.setattr(module, "HISTORY", 1)
+    monkeypatch.setattr(attempts, "HISTORY", 1)
     for step in range(3):
         await mount.save(f"run/step-{step}", **{"0_0": b"one"})
 
@@ -531,7 +534,7 @@ async def test_a_record_is_not_forgotten_before_its_pins_are_dropped(mount, monk
     await mount.journal.write(over)
     mount.pins.drop_attempt(mount.attempts()[0].attempt)
     mount.pins.drop_attempt(mount.attempts()[2].attempt)
-    await mount.journal.write(lambda txn: module._forget(txn, mount.pins))
+    await mount.journal.write(lambda txn: attempts.forget(txn, mount.pins))
     assert [attempt.step for attempt in mount.attempts()] == [1, 2]
 
 
