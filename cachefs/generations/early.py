@@ -1,5 +1,6 @@
 """Early uploads: a file of an open save that was closed and left alone is pinned, so that its upload starts before the
-save closes. Opening it for writing again drops the pin and what was sent: nothing was promised yet.
+save closes; not one that is torn. Opening it for writing again drops the pin and what was sent: nothing was promised
+yet.
 """
 
 from __future__ import annotations
@@ -11,11 +12,13 @@ import structlog
 import trio
 
 from cachefs import clock
-from cachefs.errors import StagingError
+from cachefs.errors import CorruptError, StagingError
 from cachefs.formats.names import to_text
 from cachefs.formats.records import AttemptRecord, ShardRecord, State
 from cachefs.generations import retrying
 from cachefs.generations.closing import pin_file
+from cachefs.generations.completeness import check_file
+from cachefs.generations.view import TreeView
 from cachefs.journal import Journal, Txn
 from cachefs.staging.pins import Pins
 from cachefs.staging.walking import open_directory
@@ -42,6 +45,7 @@ class EarlyUploads:
         self._journal = journal
         self._pins = pins
         self._tree_fd = tree_fd
+        self._view = TreeView(tree_fd)
         self._delay = delay
         self._key = key
         self._pinned = pinned
@@ -110,7 +114,7 @@ class EarlyUploads:
     async def _pin(self, path: bytes, attempt: str, root: bytes) -> None:
         with self._journal.read() as txn:
             record = txn.attempts.get(attempt)
-        if record is None or record.closed_at is not None or record.state is not State.OPEN:
+        if record is None or record.closed_at is not None or record.state is not State.OPEN or self._is_torn(path):
             return
         above, _, name = path.rpartition(b"/")
         try:
@@ -145,6 +149,17 @@ class EarlyUploads:
         else:
             self._by_ino.pop(shard.identity.ino, None)
             self._pins.drop(shard.attempt, shard.shard)
+
+    def _is_torn(self, path: bytes) -> bool:
+        """Return whether a file is empty or, by its format, cut short: its writer met a full disk, or is not done."""
+        source = self._view.source(path)
+        if source is None or source.size == 0:
+            return True
+        try:
+            check_file(to_text(path.rpartition(b"/")[2]), source)
+        except CorruptError:
+            return True
+        return False
 
 
 def _record(txn: Txn, shard: ShardRecord) -> bool:

@@ -84,7 +84,10 @@ class Handles:
         else:
             # The kernel keeps the file that it is given for as long as anything of the mount is in use, even when the
             # daemon is gone: it must not count as a writer (staging.survivors).
-            read_only = os.open(b"/proc/self/fd/%d" % fd, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                read_only = os.open(b"/proc/self/fd/%d" % fd, os.O_RDONLY | os.O_CLOEXEC)
+            except PermissionError:  # the file's mode lets its owner write but not read
+                read_only = os.dup(fd)
             try:
                 handle.backing = self._passthrough.open(fd, read_only, 0)
             finally:

@@ -10,11 +10,15 @@ reserve        preallocated bytes, given back to the file system when it is full
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 from pathlib import Path
 
 from cachefs.errors import StagingError
+
+RESERVE = 4 << 20
+"""Bytes of the reserve; at most a hundredth of the disk. Room for the directories of pins."""
 
 
 class Staging:
@@ -43,6 +47,7 @@ class Staging:
             if len({path.stat().st_dev for path in (root, self.tree, self.pins)}) != 1:
                 raise StagingError(f"{root} spans several file systems", hint="staging must be one local file system")
             self.tree_fd = os.open(self.tree, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            self.fill_reserve()
         except OSError as error:
             raise StagingError(
                 f"staging directory {root} cannot be used: {error.strerror}",
@@ -71,6 +76,31 @@ class Staging:
     def record_pid(self) -> None:
         """Write this process's id into the lock file again, after a fork into the background."""
         self._write_pid(self._lock)
+
+    def fill_reserve(self) -> None:
+        """Preallocate the reserve where there is room for it; cheap when it is whole."""
+        size = min(RESERVE, self.total_bytes() // 100)
+        fd = os.open(self.root / "reserve", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            if os.fstat(fd).st_size < size:
+                os.posix_fallocate(fd, 0, size)
+        except OSError as error:
+            os.ftruncate(fd, 0)
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+        finally:
+            os.close(fd)
+
+    def give_reserve_back(self) -> bool:
+        """Give the reserve back to the full file system; return whether there was any."""
+        path = self.root / "reserve"
+        try:
+            if path.stat().st_size == 0:
+                return False
+            os.truncate(path, 0)
+        except FileNotFoundError:
+            return False
+        return True
 
     def free_bytes(self) -> int:
         """Return the bytes that an unprivileged writer may still use."""

@@ -8,6 +8,7 @@ a crash left without a record.
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from collections.abc import Callable, Container
@@ -65,6 +66,7 @@ class Pins(PinReader):
     def __init__(self, staging: Staging) -> None:
         """Find the pins that an earlier daemon left."""
         super().__init__(staging.pins)
+        self._staging = staging
         self._scratch = staging.scratch
         self._lock = threading.Lock()
         self._holders: dict[int, set[PinName]] = {}
@@ -97,7 +99,18 @@ class Pins(PinReader):
             return stat, len(self._holders.get(stat.st_ino, ()))
 
     def add(self, attempt: str, shard: str, dir_fd: int, name: bytes) -> os.stat_result:
-        """Pin the file `name` of a directory and return its stat, taken through the pin."""
+        """Pin the file `name` of a directory and return its stat, taken through the pin.
+
+        A pin takes no room but for its name: on a full disk the reserve is given back for it.
+        """
+        try:
+            return self._link(attempt, shard, dir_fd, name)
+        except OSError as error:
+            if error.errno != errno.ENOSPC or not self._staging.give_reserve_back():
+                raise
+        return self._link(attempt, shard, dir_fd, name)
+
+    def _link(self, attempt: str, shard: str, dir_fd: int, name: bytes) -> os.stat_result:
         target = self.path(attempt, shard)
         target.parent.mkdir(mode=0o700, exist_ok=True)
         with self._lock:  # a link and its note are one step for `counted`
@@ -152,6 +165,7 @@ class Pins(PinReader):
             (self._root / attempt).rmdir()
         except FileNotFoundError:
             pass
+        self._staging.fill_reserve()
 
     def attempts(self) -> set[str]:
         """Return the attempts that have pins."""
