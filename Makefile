@@ -10,6 +10,9 @@ MAKEFLAGS += --no-print-directory --silent
 
 PYTHON ?= python3
 TORCH := torch==2.13.0
+WITH_TORCH ?= no
+NO_TORCH = echo "NOTE: the tests with torch were left out: $$(.venv/bin/python -V), and no wheel of $(TORCH) at hand" \
+    "(PIP_FIND_LINKS). Fetch one, of several GB perhaps: make test WITH_TORCH=yes; or use make PYTHON=python3.11"
 PIP := .venv/bin/python -m pip --disable-pip-version-check --no-input -qq
 LOCKED := $(PIP) install --require-hashes
 # Steps that install run one at a time, also when make is called twice at once: the second waits, then finds it done.
@@ -51,11 +54,15 @@ servers: dev ## the S3 servers of the tests, each in an environment of its own
 	@touch $@
 
 # torch itself is not in a lock file: which of its builds is right (CPU, CUDA, a local wheel) is the machine's business.
+# With another Python than 3.11 that may be a build for CUDA of several GB: only if a wheel is at hand, or if asked to.
 .venv/.torch: .venv/.dev requirements-torch.lock Makefile
-	@echo "installing $(TORCH) for the tests"
-	@$(LOCKED) -r requirements-torch.lock
-	@$(PIP) install $(TORCH)
-	@touch $@
+	@if [ "$(WITH_TORCH)" = yes ] || .venv/bin/python -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' || \
+	        $(PIP) install --dry-run --ignore-installed --no-deps --no-index $(TORCH) 2>/dev/null; then \
+	    echo "installing $(TORCH) for the tests"; \
+	    $(LOCKED) -r requirements-torch.lock; \
+	    $(PIP) install $(TORCH); \
+	    touch $@; \
+	fi
 
 demo: setup
 	@.venv/bin/python -m cachefs.demo
@@ -74,7 +81,12 @@ check: lint
 	@.venv/bin/python -m pytest tests -q -m "not server and not mount and not torch"
 
 test: dev torch servers
-	@.venv/bin/python -m pytest tests integration --durations=10
+	@if [ -e .venv/.torch ]; then \
+	    .venv/bin/python -m pytest tests integration --durations=10; \
+	else \
+	    .venv/bin/python -m pytest tests integration --durations=10 -m "not torch"; \
+	    $(NO_TORCH); \
+	fi
 
 bench: dev
 	@.venv/bin/python -m integration.bench $(BENCH)
