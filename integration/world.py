@@ -7,7 +7,7 @@ import os
 import random
 import socket
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -87,6 +87,10 @@ class World:
                 environ=self._server.environ,
             )
         )
+
+    def enter(self, context: AbstractContextManager[Path]) -> Path:
+        """Enter a context that ends when the nodes made after it have ended."""
+        return self._stack.enter_context(context)
 
     def verify(self, one: Node, run: str, saved: dict[str, bytes]) -> None:
         """Lose the disk, and read what was saved from the bucket alone."""
