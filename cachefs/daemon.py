@@ -244,7 +244,11 @@ class Daemon:
                     await self._journal.wait_changed()
 
     def _closing_before(self, end: float) -> bool:
-        """Return whether a save is complete but for a quiet time that ends in time: nobody can write to it any more."""
+        """Return whether a save is being closed, or complete but for a quiet time that ends in time: nobody can write
+        to it any more.
+        """
+        if self._tracker.is_closing():
+            return True
         deadline = self._detector.next_deadline()
         return deadline is not None and deadline < end
 

@@ -100,6 +100,10 @@ class Tracker:
             return self.early.drop(shard)
         return None
 
+    def is_closing(self) -> bool:
+        """Return whether a save is being pinned: the detector let go of it, and the journal does not have it yet."""
+        return bool(self._closing)
+
     def _closing_around(self, path: bytes) -> Tracked | None:
         for root, save in self._closing.items():
             if path == root or path.startswith(root + b"/") or root.startswith(path + b"/"):
