@@ -173,8 +173,8 @@ class Pins(PinReader):
             return {attempt for attempt, _ in self._inos}
 
     def sweep(self, known: Container[str]) -> list[str]:
-        """Drop the pins of attempts that are not in `known`; return their attempt ids."""
-        swept = [name for name in os.listdir(self._root) if name not in known]
+        """Drop the pins of attempts that are not in `known`, and directories without pins; return their ids."""
+        swept = [name for name in os.listdir(self._root) if name not in known or not self.shards(name)]
         for attempt in swept:
             self.drop_attempt(attempt)
         return swept
