@@ -47,7 +47,7 @@ servers: dev ## the S3 servers of the tests, each in an environment of its own
 	@$(PIP) install --no-deps --no-build-isolation --no-index --editable .
 	@touch $@
 
-.venv/.dev: .venv/.setup requirements-dev.lock
+.venv/.dev: .venv/.setup requirements-dev.lock .ci/packages
 	@.ci/packages $(PYTHON) test
 	@echo "installing locked development tools"
 	@$(LOCKED) --no-build-isolation -r requirements-dev.lock
