@@ -164,14 +164,16 @@ def test_a_file_keeps_its_identity_when_it_is_overwritten_after_its_save_closed(
 
 
 def test_a_reader_of_a_pinned_file_that_is_emptied_reads_one_file(mounted, mnt):
-    """Through the daemon it reads what the file holds now; through the kernel, what it opened. Never a mixture."""
+    """Through the daemon it reads what the file holds now; through the kernel what it opened, if it was not published
+    by then (test_datapath.py keeps it from that). Never a mixture.
+    """
     put(mnt / "x.pt", b"first")
     reader = os.open(mnt / "x.pt", os.O_RDONLY)
     mounted.wait(f"{mnt.name}/x.pt", "staged")
     put(mnt / "x.pt", b"second")
     assert (mnt / "x.pt").read_bytes() == b"second"
     kernel = mounted.status()["data_path"] == "kernel"
-    assert os.pread(reader, 10, 0) == (b"first" if kernel else b"second")
+    assert os.pread(reader, 10, 0) in ((b"first", b"second") if kernel else (b"second",))
     os.close(reader)
     assert os.stat(mnt / "x.pt").st_nlink == 1
 
