@@ -250,10 +250,16 @@ def completeness(manifest: Manifest, open_source: Callable[[Shard], Source]) -> 
 
 
 def _be_modest() -> None:
-    """Die with the parent, and let training code and the mount go first on processors and disk."""
+    """Die with the parent, and let training code and the mount go first on processors and disk.
+
+    One processor is left alone: low priority does not help who has to wait until a time slice ends.
+    """
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     os.setpriority(os.PRIO_PROCESS, 0, NICE)
+    processors = os.sched_getaffinity(0)
+    if len(processors) > 1:
+        os.sched_setaffinity(0, processors - {min(processors)})
     if os.uname().machine == "x86_64":
         libc.syscall(_IOPRIO_SET, _IOPRIO_WHO_PROCESS, 0, _IOPRIO_IDLE)
 

@@ -74,6 +74,8 @@ def test_the_engine_lets_others_go_first(mounted):
     await_condition(lambda: os.getpriority(os.PRIO_PROCESS, pid) == 10, "the engine is nice")
     assert mounted.process is not None
     assert os.getpriority(os.PRIO_PROCESS, mounted.process.pid) == os.getpriority(os.PRIO_PROCESS, 0)
+    ours = os.sched_getaffinity(mounted.process.pid)
+    assert os.sched_getaffinity(pid) < ours or len(ours) == 1
 
 
 def test_a_new_engine_does_not_take_back_a_run_that_its_daemon_has_lost(mounted, tmp_path):

@@ -50,6 +50,7 @@ class Attributes:
             if stat_module.S_ISLNK(self._tree.stat(node).st_mode):
                 raise OSError(errno.EOPNOTSUPP, "a symbolic link has no mode")
             os.chmod(reference, stat_module.S_IMODE(update.mode))
+            node.set_id = bool(update.mode & 0o6000)
         if update.atime_ns is not None or update.mtime_ns is not None:
             stat = self._tree.stat(node)
             times = (

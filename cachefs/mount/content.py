@@ -105,13 +105,16 @@ class Content:
         """Read bytes; fewer at the end of the file."""
         return os.pread(handle, size, offset)
 
+    def write_now(self, handle: int, offset: int, data: bytes) -> int | None:
+        """Write bytes and return how many fit; None when the write has to wait for something (`write`)."""
+        opened = self._tree.handles[handle]
+        if opened.node.set_id and drops_privileges():
+            self._drop_privileges(handle, opened.node)
+        return None if opened.synchronous else os.pwrite(handle, data, offset)
+
     async def write(self, handle: int, offset: int, data: bytes) -> int:
-        """Write bytes; return how many fit."""
-        if drops_privileges():
-            self._drop_privileges(handle, self._tree.handles[handle].node)
-        if self._tree.handles[handle].synchronous:
-            return await trio.to_thread.run_sync(_write_through, handle, data, offset)
-        return os.pwrite(handle, data, offset)
+        """Write bytes and return how many fit, when they are on the disk (O_SYNC, O_DSYNC)."""
+        return await trio.to_thread.run_sync(_write_through, handle, data, offset)
 
     async def truncate(self, node: Node, size: int) -> None:
         """Set a file's size."""

@@ -69,14 +69,14 @@ class Handles:
         node.handles.add(fd)
         if handle.writable:
             node.writers += 1
+        node.set_id = bool(os.fstat(fd).st_mode & 0o6000)
         if self._passthrough.mode is DataPath.KERNEL:
             self._back(fd, handle)
         return fd
 
     def _back(self, fd: int, handle: Handle) -> None:
         node = handle.node
-        stat = os.fstat(fd)
-        if stat.st_mode & 0o6000 and not node.backing:
+        if node.set_id and not node.backing:
             handle.direct = True
             return
         if node.backing:

@@ -39,6 +39,7 @@ class Node:
         "path",
         "path_stamp",
         "pins",
+        "set_id",
         "writers",
     )
 
@@ -54,6 +55,8 @@ class Node:
         self.handles: set[int] = set()
         """Descriptors of the open handles."""
         self.writers = 0
+        self.set_id = False
+        """Whether the file had set-user-id or set-group-id bits when it was opened or its mode was set last."""
         self.backing = 0
         """The kernel's backing id of the file, 0 for none; `backed` handles use it."""
         self.backed = 0

@@ -201,7 +201,8 @@ class Operations(pyfuse3.Operations):
 
     async def write(self, fh: FileHandleT, off: int, buf: bytes) -> int:
         try:
-            return await self._content.write(fh, off, buf)
+            written = self._content.write_now(fh, off, buf)
+            return await self._content.write(fh, off, buf) if written is None else written
         except OSError as error:
             raise _failed(error) from None
 
