@@ -127,7 +127,7 @@ class Daemon:
                 await nursery.start(self._tracker.run)
                 await nursery.start(self._tracker.early.run)
                 await nursery.start(self._releaser.run)
-                await nursery.start(self._tracker.watch_survivors)
+                await nursery.start(self._tracker.outlived.run)
                 await nursery.start(control.serve, self._staging.socket, self._reporter.handle)
                 await nursery.start(self._gauges.run)
                 await nursery.start(self._watch_signals)

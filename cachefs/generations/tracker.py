@@ -31,6 +31,7 @@ from cachefs.generations.actions import (
 from cachefs.generations.closing import ClosedSet, Closer
 from cachefs.generations.detector import Detector
 from cachefs.generations.early import EarlyUploads
+from cachefs.generations.outlived import Outlived
 from cachefs.generations.placement import Placement, Placer
 from cachefs.generations.retrying import persist
 from cachefs.generations.signals import marker_paths
@@ -39,13 +40,10 @@ from cachefs.generations.view import TreeView
 from cachefs.journal import Journal
 from cachefs.staging.changes import Change, Kind
 from cachefs.staging.pins import Pins
-from cachefs.staging.survivors import Survivors
 from cachefs.staging.walking import open_directory
 
 _log = structlog.get_logger(__name__)
 _REWRITES = (Kind.OPENED, Kind.TRUNCATED)
-_LOOK = 0.5
-"""Seconds after which a file that a process of an earlier mount still writes is looked at again."""
 
 
 class Tracker:
@@ -74,7 +72,7 @@ class Tracker:
         self._member = member
         self._hints = hints
         self._view = TreeView(tree_fd)
-        self._survivors = Survivors(tree_fd)
+        self.outlived = Outlived(tree_fd, self._view, self.after)
         self._saves: dict[bytes, Tracked] = {}
         self._closing: dict[bytes, Tracked] = {}
         self._owed: list[Callable[[], Awaitable[None]]] = []
@@ -424,9 +422,7 @@ class Tracker:
                 continue
             if is_open or attempt.closed_at is not None:
                 baselines = {to_bytes(marker): baseline for marker, baseline in attempt.baselines.items()}
-                written = self._survivors.find(self._files(path, attempt)) if is_open else []
-                if written:
-                    _log.warning("a process of the last mount still writes", path=attempt.path, files=len(written))
+                written = self.outlived.find(path, attempt) if is_open else []
                 resumed.append(ResumedSave(path, baselines, closed=not is_open, written=written))
         # The detector names what it takes up by path, so the attempts must be known before it speaks.
         for save in resumed:
@@ -439,22 +435,3 @@ class Tracker:
         if waiting is not None:
             await waiting
         self._changed.set()
-
-    def _files(self, path: bytes, attempt: AttemptRecord) -> list[bytes]:
-        return [path] if attempt.kind == "file" else [path + b"/" + name for name in self._view.names(path)]
-
-    async def watch_survivors(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Tell of the closes that no mount sees: of files whose writers outlived the last one."""
-        task_status.started()
-        try:
-            while self._survivors:
-                for path in self._survivors.ended():
-                    try:
-                        waiting = self.after(Change(Kind.CLOSED, path))
-                        if waiting is not None:
-                            await waiting
-                    except StagingError as error:  # what it refused is owed
-                        _log.error("the journal failed", path=to_text(path), reason=str(error))
-                await trio.sleep(_LOOK)
-        finally:
-            self._survivors.close()

@@ -5,7 +5,7 @@ On disk:
     <dir>/a/b.bin@/00000002-5f1e0c9ab3d4     the bytes of a version of key `a/b.bin`; its name is the version id
     <dir>/a/b.bin@/00000002.json             its record: key, version id, size, SHA-256, metadata; or a delete marker
     <dir>/.cachefs/locks/<00..ff>             one lock file per hash of the key
-    <dir>/.cachefs/work/<id>/                 one change in the making: `body` and `record`
+    <dir>/.cachefs/new/<id>/                 one change in the making: `body` and `record`
     <dir>/.cachefs/uploads/<id>/              a multipart upload: `upload` and `<number>-<sha256>` for each part
 
 A version exists when its record does; the record with the highest number is the current version. See filekeys.py for
@@ -78,7 +78,7 @@ class DirectoryStore:
 
     def check(self) -> None:
         with translated(self.url):
-            for name in ("locks", "work", "uploads"):
+            for name in ("locks", "new", "uploads"):
                 make_directories(self._root, f"{_OWN}/{name}")
             with self._lock(""):
                 pass
@@ -264,7 +264,7 @@ class DirectoryStore:
     @contextmanager
     def _work(self) -> Iterator[str]:
         """Give a private directory for one change; removed when the change is over, either way."""
-        path = make_directories(self._root, f"{_OWN}/work/{clock.new_id()}")
+        path = make_directories(self._root, f"{_OWN}/new/{clock.new_id()}")
         try:
             yield path
         finally:

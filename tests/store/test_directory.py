@@ -135,7 +135,7 @@ def test_foreign_version_ids(store, version_id):
     assert store.get("a")
 
 
-@pytest.mark.parametrize("upload_id", ["", "..", "../work", "0" * 32])
+@pytest.mark.parametrize("upload_id", ["", "..", "../new", "0" * 32])
 def test_foreign_upload_ids(store, upload_id, tmp_path):
     store.put("a", b"1", condition=None)
     store.abort_multipart("a", upload_id)
@@ -435,7 +435,7 @@ def test_killed_during_a_multipart_upload(tmp_path):
 
 
 def test_the_sweep_spares_what_is_in_the_making(store, tmp_path):
-    work = tmp_path / ".cachefs/work/other"
+    work = tmp_path / ".cachefs/new/other"
     work.mkdir()
     (work / "body").write_bytes(b"being written")
     assert store.sweep() == 0
