@@ -19,6 +19,7 @@ from cachefs.cli import show
 from cachefs.cli.options import ConfigFile, settings, with_config
 from cachefs.cli.show import AsJson
 from cachefs.errors import CachefsError, ProbeError, StagingError
+from cachefs.mount import kernel
 from cachefs.store.open import open_store
 from cachefs.store.probe import Outcome, probe
 
@@ -58,6 +59,7 @@ def _hint(finding: Finding) -> str:
 def _look(found: dict[str, Any]) -> Iterator[Finding]:
     yield Finding("system", f"Linux {platform.release()}, Python {platform.python_version()}")
     yield _fuse()
+    yield _data_path()
     yield _allow_other()
     if "staging" in found:
         yield _staging(found["staging"])
@@ -73,6 +75,12 @@ def _fuse() -> Finding:
             "fuse", "fusermount3 is missing", CachefsError("fusermount3 is missing", hint="apt-get install fuse3")
         )
     return Finding("fuse", "/dev/fuse can be opened, fusermount3 is there")
+
+
+def _data_path() -> Finding:
+    """Say who would move the bytes of reads and writes; both ways are sound, so neither is an error."""
+    obstacle = kernel.obstacle()
+    return Finding("data path", f"python: {obstacle}" if obstacle else "kernel: passthrough can be used")
 
 
 def _allow_other() -> Finding:
