@@ -123,6 +123,11 @@ class Mount:
         with self.journal.read() as txn:
             return sorted(txn.attempts.scan(), key=lambda record: record.serial)
 
+    def recorded(self, attempt: AttemptRecord) -> bool:
+        """Return whether the journal has a shard of an attempt."""
+        with self.journal.read() as txn:
+            return bool(txn.shards_of(attempt.attempt))
+
     def pinned(self, attempt: AttemptRecord) -> dict[str, bytes]:
         """Return what is pinned, by the paths of the shard records."""
         with self.journal.read() as txn:
@@ -278,11 +283,13 @@ class Full:
 
     def __init__(self, mount: Mount, monkeypatch) -> None:
         self.full = False
+        self.refused = trio.Event()
         write = mount.journal.write
 
         async def refuse(fn):
             await trio.lowlevel.checkpoint()
             if self.full:
+                self.refused.set()
                 raise StagingError("the journal cannot be written: disk full")
             return await write(fn)
 
@@ -296,7 +303,7 @@ async def pin_early(mount: Mount, nursery, path: str) -> None:
     await mount.write(path, b"early")
     (attempt,) = mount.attempts()
     with trio.fail_after(30):
-        while not mount.pinned(attempt):
+        while not mount.recorded(attempt):
             await mount.journal.wait_changed()
 
 
@@ -437,11 +444,11 @@ async def test_early_uploads_go_on_after_the_journal_failed(mount, monkeypatch, 
     disk.full = True
     async with trio.open_nursery() as nursery:
         await nursery.start(mount.tracker.early.run)
-        await trio.sleep(0.1)
-        disk.full = False
-        (attempt,) = mount.attempts()
         with trio.fail_after(30):
-            while not mount.pinned(attempt):
+            await disk.refused.wait()
+            disk.full = False
+            (attempt,) = mount.attempts()
+            while not mount.recorded(attempt):
                 await mount.journal.wait_changed()
         nursery.cancel_scope.cancel()
     assert mount.pinned(attempt) == {"__0_0.distcp": b"one"}
