@@ -2,7 +2,37 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from integration.node import Node, node
 from integration.world import world
 from tests.servers.fixtures import ministack_server, moto_server
 
 __all__ = ["ministack_server", "moto_server", "world"]
+
+
+@pytest.fixture(scope="module", params=["kernel", "python"])
+def mounted(request, tmp_path_factory) -> Iterator[Node]:
+    """A mount that publishes what the tests write, for all tests of the module that do not stop it."""
+    root = tmp_path_factory.mktemp(request.param)
+    (root / "store").mkdir()
+    options = ("--data-path", request.param, "--early-upload-delay", "0.05")
+    if request.param == "kernel" and os.geteuid() != 0:
+        pytest.skip("the kernel data path needs root")
+    with node(root, f"file://{root}/store", options=options) as one:
+        yield one
+        assert one.process is not None
+        assert one.process.poll() is None, one.logged()
+        assert "Traceback" not in one.logged()
+
+
+@pytest.fixture
+def mnt(mounted, request) -> Path:
+    """An empty directory of the mount."""
+    path = mounted.mnt / f"{request.node.originalname[5:60]}-{len(os.listdir(mounted.mnt))}.d"
+    path.mkdir()
+    return path

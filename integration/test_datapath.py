@@ -46,27 +46,6 @@ def data_path(request) -> str:
     return request.param
 
 
-@pytest.fixture(scope="module", params=PATHS)
-def mounted(request, tmp_path_factory) -> Iterator[Node]:
-    """A mount that publishes what the tests write, for all tests of the module that do not stop it."""
-    root = tmp_path_factory.mktemp(request.param)
-    (root / "store").mkdir()
-    options = ("--data-path", request.param, "--early-upload-delay", "0.05")
-    with node(root, f"file://{root}/store", options=options) as one:
-        yield one
-        assert one.process is not None
-        assert one.process.poll() is None, one.logged()
-        assert "Traceback" not in one.logged()
-
-
-@pytest.fixture
-def mnt(mounted, request) -> Path:
-    """An empty directory of the mount."""
-    path = mounted.mnt / f"{request.node.originalname[5:60]}-{len(os.listdir(mounted.mnt))}.d"
-    path.mkdir()
-    return path
-
-
 @pytest.fixture
 def made(tmp_path, data_path) -> Iterator[Callable[..., Node]]:
     """Makes a node with a directory store that a test may stop and kill."""

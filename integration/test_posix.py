@@ -11,7 +11,7 @@ import shutil
 import signal
 import stat
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,33 +19,10 @@ import pytest
 
 from integration import posix
 from integration.fsx import Checker
-from integration.node import Node, await_condition, node
+from integration.node import await_condition
 from integration.posix import LONG_AGO, failing, put, tree
 
 pytestmark = [pytest.mark.mount, pytest.mark.skipif(not os.path.exists("/dev/fuse"), reason="needs /dev/fuse")]
-
-
-@pytest.fixture(scope="module", params=["kernel", "python"])
-def mounted(request, tmp_path_factory) -> Iterator[Node]:
-    """A mount that publishes what the tests write, for all tests of the module."""
-    root = tmp_path_factory.mktemp(request.param)
-    (root / "store").mkdir()
-    options = ("--data-path", request.param, "--early-upload-delay", "0.05")
-    if request.param == "kernel" and os.geteuid() != 0:
-        pytest.skip("the kernel data path needs root")
-    with node(root, f"file://{root}/store", options=options) as one:
-        yield one
-        assert one.process is not None
-        assert one.process.poll() is None, one.logged()
-        assert "Traceback" not in one.logged()
-
-
-@pytest.fixture
-def mnt(mounted, request) -> Path:
-    """An empty directory of the mount."""
-    path = mounted.mnt / f"{request.node.originalname[5:60]}-{len(os.listdir(mounted.mnt))}.d"
-    path.mkdir()
-    return path
 
 
 @pytest.fixture
