@@ -17,10 +17,13 @@ from hypothesis import strategies as st
 from cachefs.errors import CorruptError
 from cachefs.formats.codec import decode, encode
 from cachefs.formats.manifest import (
+    Abandoned,
     Close,
     Directory,
+    Loaded,
     Manifest,
     MemberReport,
+    MemberTest,
     Open,
     Order,
     Pin,
@@ -28,10 +31,11 @@ from cachefs.formats.manifest import (
     Shard,
     Symlink,
     Tracker,
+    Wanted,
     tree_digest,
 )
 from cachefs.formats.manifest import TestEvidence as Evidence  # pytest would collect its own name
-from cachefs.formats.pointer import Pointer, Prev, Published
+from cachefs.formats.pointer import OpenAttempt, Pointer, Prev, Published
 from cachefs.formats.records import State
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -80,7 +84,7 @@ ORDER = Order(step=1000, epoch=3, ordinal=7)
 
 OBJECTS: dict[str, msgspec.Struct] = {
     "open": Open(
-        **WHO, step=1000, epoch=3, ordinal=7, owner="node-0/1", members=("node-0", "node-1"),
+        **WHO, step=1000, epoch=3, ordinal=7, owner="node-0/1", members=("node-0", "node-1"), count=2,
         kind="directory", opened_at="2026-01-02T03:04:05Z",
     ),
     "close": Close(**WHO, member="node-0", preset="dcp", signal="rename .metadata", closed_at="2026-01-02T03:04:06Z"),
@@ -94,6 +98,27 @@ OBJECTS: dict[str, msgspec.Struct] = {
     "test": Evidence(
         **WHO, manifest=MANIFEST_PIN, level="bytes", tested_by="node-1/9", epoch=4, shards=2, bytes=8388609,
         checks=("sha256", "safetensors"), tested_at="2026-01-02T03:04:08Z",
+    ),
+    "member-refused": MemberReport(
+        **WHO, member="node-2", host="host-2", writer="node-2/1", shards=(), error="closed before this node began",
+    ),
+    "member-test": MemberTest(
+        **WHO, manifest=MANIFEST_PIN, member="node-1", level="bytes", shards=1, bytes=7, error="",
+        tested_at="2026-01-02T03:04:08Z",
+    ),
+    "test-load": Evidence(
+        **WHO, manifest=MANIFEST_PIN, level="load", tested_by="node-0", epoch=3, shards=2, bytes=8388609,
+        checks=("sha256",), tested_at="2026-01-02T03:04:08Z", testers=("node-0", "node-1"),
+        loaded=Loaded(command=("python", "load.py"), user="nobody", status=0, output="ok\n", seconds=1.5),
+    ),
+    "abandoned": Abandoned(
+        **WHO, epoch=3, owner="node-0/1", reason="node-2 has not reported", ended_at="2026-01-02T03:04:10Z",
+    ),
+    "wanted": Wanted(**WHO, member="node-1", kind="directory", step=1000),
+    "pointer-open": Pointer(
+        run="team/llama", kind="open", seq=2, epoch=1, owner="node-0/1", nonce="e" * 32, at="2026-01-02T03:04:05Z",
+        prev=Prev(etag='"abc"', version_id="v1", seq=1),
+        open=(OpenAttempt(generation="step-1000", attempt="a" * 32),),
     ),
     "pointer-grant": Pointer(
         run="team/llama", kind="grant", seq=1, epoch=1, owner="node-0/1", nonce="f" * 32, at="2026-01-02T03:04:04Z",
@@ -161,7 +186,7 @@ def test_unknown_fields_deep_inside_are_refused():
 
 @pytest.mark.parametrize(
     ("name", "changes"),
-    [("test", {"level": "load"}), ("open", {"kind": "block"}), ("pointer-grant", {"kind": "steal"})],
+    [("test", {"level": "hope"}), ("open", {"kind": "block"}), ("pointer-grant", {"kind": "steal"})],
 )
 def test_unknown_words_are_refused(name, changes):
     with pytest.raises(CorruptError):

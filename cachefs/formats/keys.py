@@ -7,13 +7,18 @@
                                           /members/<member>.json
                                           /manifest.json        sealed under the epoch that opened the attempt
                                           /manifest-<epoch>.json  sealed again by a later owner that adopted it
+                                          /tests/<epoch>/<member>.json   one member's share of the restore test
                                           /test.json, /test-<epoch>.json
+                                          /abandoned.json       why it ended, for the other members
+    <prefix>/runs/<run>/wanted/<attempt>.json                   create-only: a member has a save that nobody opened
+    <prefix>/runs/<run>/leases/<lease>.json                     create-only: a reader that GC must wait for
     <prefix>/runs/<run>/loose/<path>                            overwritable, versioned
     <prefix>/.probe/<id>/...                                    the store probe
 
 A run is a directory path, so `<run>` may hold `/`. Each of its components is percent-encoded outside
-`A-Za-z0-9-._=+,@~`; a component that would read as one of our own names (`attempts`, `loose`, `pointer.json`), or as
-`.` or `..`, has its first byte encoded too. So a listing by `/` finds the runs, and no run can hide in another.
+`A-Za-z0-9-._=+,@~`; a component that would read as one of our own names (`attempts`, `loose`, `wanted`, `leases`,
+`pointer.json`), or as `.` or `..`, has its first byte encoded too. So a listing by `/` finds the runs, and no run can
+hide in another.
 """
 
 from __future__ import annotations
@@ -29,7 +34,7 @@ KEY_MAX = 1024
 """Longest S3 key, bytes (S3 user guide, "Creating object key names")."""
 
 _SAFE = "=+,@~"
-_RESERVED = frozenset({"attempts", "loose", "pointer.json", ".", ".."})
+_RESERVED = frozenset({"attempts", "leases", "loose", "pointer.json", "wanted", ".", ".."})
 _SHARD_NAME_MAX = 80
 
 
@@ -94,6 +99,30 @@ class Keys(msgspec.Struct, frozen=True):
         """Return the key of a member's report."""
         return self._in(run, f"attempts/{attempt}/members/{_component(member.encode())}.json")
 
+    def members(self, run: str, attempt: str) -> str:
+        """Return the prefix of the members' reports, with a trailing slash."""
+        return self._in(run, f"attempts/{attempt}/members/")
+
+    def tests(self, run: str, attempt: str, sealed: int) -> str:
+        """Return the prefix of the members' shares of a restore test, with a trailing slash."""
+        return self._in(run, f"attempts/{attempt}/tests/{sealed}/")
+
+    def member_test(self, run: str, attempt: str, sealed: int, member: str) -> str:
+        """Return the key of one member's share of the restore test of the manifest sealed under epoch `sealed`."""
+        return f"{self.tests(run, attempt, sealed)}{_component(member.encode())}.json"
+
+    def abandoned(self, run: str, attempt: str) -> str:
+        """Return the key of the record that says why an attempt ended."""
+        return self._in(run, f"attempts/{attempt}/abandoned.json")
+
+    def wanted(self, run: str, attempt: str = "") -> str:
+        """Return the key of a member's wish, or without `attempt` the prefix of all, with a trailing slash."""
+        return self._in(run, f"wanted/{attempt}.json" if attempt else "wanted/")
+
+    def lease(self, run: str, lease: str = "") -> str:
+        """Return the key of a reader's lease, or without `lease` the prefix of all, with a trailing slash."""
+        return self._in(run, f"leases/{lease}.json" if lease else "leases/")
+
     def manifest(self, run: str, attempt: str, *, opened: int, sealed: int) -> str:
         """Return the key of the manifest sealed under epoch `sealed` of an attempt opened under epoch `opened`."""
         name = "manifest.json" if sealed == opened else f"manifest-{sealed}.json"
@@ -109,9 +138,17 @@ class Keys(msgspec.Struct, frozen=True):
         name = _component(to_bytes(path).rsplit(b"/", 1)[-1])[:_SHARD_NAME_MAX].rstrip("%")
         return self._in(run, f"attempts/{attempt}/shards/{_component(member.encode())}/{shard}-{name}")
 
+    def shards(self, run: str, attempt: str, member: str) -> str:
+        """Return the prefix of a member's shards in an attempt, with a trailing slash."""
+        return self._in(run, f"attempts/{attempt}/shards/{_component(member.encode())}/")
+
     def loose(self, run: str, path: str) -> str:
         """Return the key of a loose file; `path` is relative to the run directory."""
         return self._in(run, f"loose/{_path(to_bytes(path))}")
+
+    def name_of(self, key: str) -> str:
+        """Return the member, wish or lease that the last component of a `.json` key names."""
+        return to_text(unquote_to_bytes(key.rsplit("/", 1)[-1].removesuffix(".json")))
 
     def run_of(self, key_prefix: str) -> str:
         """Return the run's text form for a prefix `<prefix>/runs/<run>` (the inverse of `run`)."""

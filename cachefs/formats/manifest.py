@@ -72,7 +72,10 @@ class Tracker(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Open(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`open.json`: the owner announces an attempt. `ordinal` counts the attempts that `epoch` opened in this run."""
+    """`open.json`: the owner announces an attempt. `ordinal` counts the attempts that `epoch` opened in this run.
+
+    `count` members must report; `members` are their names, empty when only the number is known.
+    """
 
     run: str
     generation: str
@@ -82,6 +85,7 @@ class Open(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ordinal: int
     owner: str
     members: tuple[str, ...]
+    count: int
     kind: Literal["directory", "file"]
     opened_at: str
     format: Literal[1] = FORMAT
@@ -101,7 +105,9 @@ class Close(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class MemberReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`members/<member>.json`: everything one member holds of the generation, all of it flushed."""
+    """`members/<member>.json`: everything one member holds of the generation, all of it flushed. With `error` the
+    member cannot take part, and the attempt is abandoned.
+    """
 
     run: str
     generation: str
@@ -113,6 +119,7 @@ class MemberReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     symlinks: tuple[Symlink, ...] = ()
     directories: tuple[Directory, ...] = ()
     trackers: tuple[Tracker, ...] = ()
+    error: str = ""
     format: Literal[1] = FORMAT
 
     def content(self) -> tuple[object, ...]:
@@ -126,6 +133,7 @@ class MemberReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             self.symlinks,
             self.directories,
             self.trackers,
+            self.error,
         )
 
 
@@ -169,20 +177,78 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return sum(shard.pin.size for shard in self.shards)
 
 
-class TestEvidence(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`test.json`: what the restore test read, and that it passed. A failed test writes nothing here."""
+class MemberTest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`tests/<epoch>/<member>.json`: one member's share of the restore test; `error` names what was wrong, or ""."""
 
     run: str
     generation: str
     attempt: str
     manifest: Pin
+    member: str
     level: Literal["checksum", "bytes"]
+    shards: int
+    bytes: int
+    error: str
+    tested_at: str
+    format: Literal[1] = FORMAT
+
+
+class Loaded(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A user's command that loaded a restored copy: its exit status, the end of its output, how long it ran."""
+
+    command: tuple[str, ...]
+    user: str
+    status: int
+    output: str
+    seconds: float
+
+
+class Abandoned(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`abandoned.json`: why an attempt will never be published. The pointer decides; this tells the members why."""
+
+    run: str
+    generation: str
+    attempt: str
+    epoch: int
+    owner: str
+    reason: str
+    ended_at: str
+    format: Literal[1] = FORMAT
+
+
+class Wanted(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`wanted/<attempt>.json`: a member has a save for which the owner has opened no attempt. `attempt` is the
+    member's own id of it.
+    """
+
+    run: str
+    generation: str
+    attempt: str
+    member: str
+    kind: Literal["directory", "file"]
+    step: int
+    format: Literal[1] = FORMAT
+
+
+class TestEvidence(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`test.json`: what the restore test read, and that it passed. A failed test writes nothing here.
+
+    `tested_by` is the owner; `testers` are the members that read each other's shards.
+    """
+
+    run: str
+    generation: str
+    attempt: str
+    manifest: Pin
+    level: Literal["checksum", "bytes", "load"]
     tested_by: str
     epoch: int
     shards: int
     bytes: int
     checks: tuple[str, ...]
     tested_at: str
+    testers: tuple[str, ...] = ()
+    loaded: Loaded | None = None
     format: Literal[1] = FORMAT
 
 

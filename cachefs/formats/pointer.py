@@ -14,7 +14,10 @@ import msgspec
 
 from cachefs.formats.manifest import FORMAT, Order, Pin
 
-Kind = Literal["grant", "promote", "rollback", "retire"]
+Kind = Literal["grant", "open", "end", "promote", "rollback", "retire"]
+"""What a write did: gave the run to an owner, announced an attempt, took an abandoned one off the list, named a
+generation, went back to an older one, or gave attempts to garbage collection.
+"""
 
 
 class Prev(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -34,8 +37,19 @@ class Published(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     manifest: Pin
 
 
+class OpenAttempt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """An attempt that was announced and has not ended: how members learn of it, and why GC leaves it alone."""
+
+    generation: str
+    attempt: str
+
+
 class Pointer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The run's control object. `published` is None until the first promotion; `at` is for human readers only."""
+    """The run's control object. `published` is None until the first promotion; `at` is for human readers only.
+
+    `open` are the attempts that may still be promoted, in the order they were announced. `retired` are attempts that
+    GC may delete: none of them can be promoted any more.
+    """
 
     run: str
     kind: Kind
@@ -47,5 +61,6 @@ class Pointer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     published: Published | None = None
     prev: Prev | None = None
     rollback_of: str | None = None
+    open: tuple[OpenAttempt, ...] = ()
     retired: tuple[str, ...] = ()
     format: Literal[1] = FORMAT

@@ -6,13 +6,13 @@ between, it reads and decides again. So there is no check that could be out of d
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import msgspec
 
 from cachefs import clock
 from cachefs.errors import ConditionFailed
-from cachefs.formats.pointer import Published
+from cachefs.formats.pointer import OpenAttempt, Published
 from cachefs.formats.records import RunRecord
 from cachefs.publish import rules
 from cachefs.publish.rules import Already, Cas, Refused
@@ -51,6 +51,38 @@ async def take_epoch(writes: Writes, run: str, who: Identity, record: RunRecord 
         retries += 1
 
 
+async def announce(
+    writes: Writes, run: str, attempt: OpenAttempt, who: Identity, *, epoch: int, ended: Collection[str]
+) -> Refused | None:
+    """List an attempt as open in the run's pointer; returns why it never will be, or None. May be repeated.
+
+    Raises FencedError when the run belongs to another epoch, CorruptError when the pointer is gone.
+    """
+    while True:
+        seen = await _seen(writes, run)
+        ours = rules.announce(seen, attempt, ended=ended, owner=who.owner, epoch=epoch, nonce=who.nonce(), at=who.at())
+        if ours is None or isinstance(ours, Refused):
+            return ours
+        if (await writes.swap(run, ours)).outcome is not Cas.LOST:
+            return None
+
+
+async def end(writes: Writes, run: str, ended: Collection[str], who: Identity, *, epoch: int) -> None:
+    """Take attempts that will never be published off the pointer's list. May be repeated. Raises as `announce`."""
+    while True:
+        seen = await _seen(writes, run)
+        ours = rules.end(seen, ended, owner=who.owner, epoch=epoch, nonce=who.nonce(), at=who.at())
+        if ours is None or (await writes.swap(run, ours)).outcome is not Cas.LOST:
+            return
+
+
+async def _seen(writes: Writes, run: str) -> Seen:
+    seen = await writes.pointer(run)
+    if seen is None:
+        raise rules.hidden(run)
+    return seen
+
+
 async def promote(
     writes: Writes, run: str, candidate: Published, who: Identity, *, epoch: int, sealed_epoch: int
 ) -> Published | Refused:
@@ -60,9 +92,7 @@ async def promote(
     harmless: an attempt that is published already is a success.
     """
     while True:
-        seen = await writes.pointer(run)
-        if seen is None:
-            raise rules.hidden(run)
+        seen = await _seen(writes, run)
         ours = rules.promote(
             seen,
             candidate,

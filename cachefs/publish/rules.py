@@ -1,20 +1,21 @@
 """The rules of publication, pure: no I/O, no clock, no randomness. PROTOCOL.md explains them.
 
-Pointer: `grant` and `promote` return the next body. Each is written with the ETag of the version it was computed from,
-so the check made here and the write are one atomic step.
+Pointer: `grant`, `announce`, `end` and `promote` return the next body. Each is written with the ETag of the version it
+was computed from, so the check made here and the write are one atomic step.
 Unclear writes: `classify_cas` says what reading the pointer proves (create-only writes: store/createonly.py).
 Attempts: `next_step` says what an attempt needs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from enum import Enum
+from typing import Any
 
 import msgspec
 
 from cachefs.errors import CorruptError, FencedError
-from cachefs.formats.pointer import Pointer, Published
+from cachefs.formats.pointer import Kind, OpenAttempt, Pointer, Published
 from cachefs.formats.records import AttemptRecord, RunRecord, State
 from cachefs.restore.reader import Seen
 
@@ -35,18 +36,48 @@ def grant(run: str, current: Seen | None, *, owner: str, nonce: str, at: str) ->
     """Return the pointer that gives the run to `owner` under the next epoch; what is published stays."""
     if current is None:
         return Pointer(run=run, kind="grant", seq=1, epoch=1, owner=owner, nonce=nonce, at=at)
+    return _next(current, "grant", nonce, at, epoch=current.pointer.epoch + 1, owner=owner)
+
+
+def announce(
+    current: Seen, attempt: OpenAttempt, *, ended: Collection[str], owner: str, epoch: int, nonce: str, at: str
+) -> Pointer | Refused | None:
+    """Return the pointer that lists `attempt` as open and leaves out those in `ended`; None when it is listed already.
+
+    Only what is listed can be promoted. Raises FencedError when the run does not belong to this owner in this epoch.
+    """
     old = current.pointer
-    return msgspec.structs.replace(
-        old,
-        kind="grant",
-        seq=old.seq + 1,
-        epoch=old.epoch + 1,
-        owner=owner,
-        nonce=nonce,
-        at=at,
-        prev=current.prev,
-        rollback_of=None,
-    )
+    _check_holds(old, owner, epoch)
+    if any(entry.attempt == attempt.attempt for entry in old.open):
+        return None
+    if attempt.attempt in old.retired:
+        return Refused(f"attempt {attempt.attempt} was retired by garbage collection")
+    left = tuple(entry for entry in old.open if entry.attempt not in ended)
+    return _next(current, "open", nonce, at, open=(*left, attempt))
+
+
+def end(current: Seen, ended: Collection[str], *, owner: str, epoch: int, nonce: str, at: str) -> Pointer | None:
+    """Return the pointer that no longer lists the attempts in `ended`; None when it lists none of them.
+
+    Raises FencedError when the run does not belong to this owner in this epoch.
+    """
+    old = current.pointer
+    _check_holds(old, owner, epoch)
+    left = tuple(entry for entry in old.open if entry.attempt not in ended)
+    return None if left == old.open else _next(current, "end", nonce, at, open=left)
+
+
+def _check_holds(pointer: Pointer, owner: str, epoch: int) -> None:
+    if not holds(pointer, owner, epoch):
+        hint = "restart this daemon to take the run over"
+        raise FencedError(f"run {pointer.run!r} belongs to {holder(pointer)}", hint=hint)
+
+
+def _next(current: Seen, kind: Kind, nonce: str, at: str, **changes: Any) -> Pointer:
+    """Return the pointer that replaces the one seen; what is not in `changes` stays."""
+    old = current.pointer
+    fixed = {"kind": kind, "seq": old.seq + 1, "nonce": nonce, "at": at, "prev": current.prev, "rollback_of": None}
+    return msgspec.structs.replace(old, **{**fixed, **changes})
 
 
 def promote(
@@ -60,8 +91,7 @@ def promote(
     old = current.pointer
     if old.published is not None and old.published.attempt == candidate.attempt:
         return Already(old.published)
-    if not holds(old, owner, epoch):
-        raise FencedError(f"run {old.run!r} belongs to {holder(old)}", hint="restart this daemon to take the run over")
+    _check_holds(old, owner, epoch)
     if sealed_epoch != epoch:
         raise FencedError(f"{candidate.generation} was sealed under epoch {sealed_epoch}, the run is at epoch {epoch}")
     if candidate.attempt in old.retired:
@@ -71,16 +101,10 @@ def promote(
             f"superseded: step {candidate.order.step} is not newer than the published step "
             f"{old.published.order.step} ({old.published.generation}): an older step never replaces a newer one"
         )
-    return msgspec.structs.replace(
-        old,
-        kind="promote",
-        seq=old.seq + 1,
-        nonce=nonce,
-        at=at,
-        published=candidate,
-        prev=current.prev,
-        rollback_of=None,
-    )
+    left = tuple(entry for entry in old.open if entry.attempt != candidate.attempt)
+    if left == old.open:
+        return Refused(f"attempt {candidate.attempt} is not open any more: it was ended by a rollback or by its owner")
+    return _next(current, "promote", nonce, at, published=candidate, open=left)
 
 
 def holds(pointer: Pointer, owner: str, epoch: int) -> bool:

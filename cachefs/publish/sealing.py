@@ -59,6 +59,7 @@ def opening(attempt: AttemptRecord, *, epoch: int, ordinal: int, owner: str, mem
         ordinal=ordinal,
         owner=owner,
         members=tuple(sorted(members)),
+        count=len(members),
         kind=attempt.kind,
         opened_at=rfc3339(attempt.opened_at),
     )

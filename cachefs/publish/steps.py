@@ -15,7 +15,7 @@ from cachefs import clock
 from cachefs.errors import CorruptError, NotFoundError, PendingError, RestoreTestFailed
 from cachefs.formats.codec import decode
 from cachefs.formats.manifest import Close, Manifest, MemberReport, Open, Order, Pin
-from cachefs.formats.pointer import Published
+from cachefs.formats.pointer import OpenAttempt, Published
 from cachefs.formats.records import AttemptRecord, RunRecord, State
 from cachefs.journal import Journal, Txn
 from cachefs.publish import promotion, sealing
@@ -79,12 +79,17 @@ class Steps:
     async def _open(self, writes: Writes, attempt: AttemptRecord, epoch: int) -> None:
         with self._journal.read() as txn:
             record = txn.runs.get(attempt.run) or RunRecord(attempt.run)
+            ended = {one.attempt for one in txn.attempts.scan() if one.run == attempt.run and one.state.final}
         ours = sealing.opening(
             attempt, epoch=epoch, ordinal=record.ordinal + 1, owner=self._who.owner, members=[self._settings.member]
         )
         key = writes.keys.open(attempt.run, attempt.attempt)
         with _condemns("open.json"):
             standing, _ = await writes.create(key, ours, sealing.same_open)
+        listed = OpenAttempt(attempt.generation, attempt.attempt)
+        refused = await promotion.announce(writes, attempt.run, listed, self._who, epoch=epoch, ended=ended)
+        if refused is not None:
+            raise Unpublishable(refused.reason)
         await self._journal.write(lambda txn: _opened(txn, attempt, standing, epoch))
 
     async def _report(self, writes: Writes, attempt: AttemptRecord, epoch: int) -> None:

@@ -31,8 +31,8 @@ def runs(store: StoreReads, keys: Keys) -> Iterator[Run]:
         listing = store.list(prefix, delimiter="/")
         if f"{prefix}pointer.json" in listing.keys:
             yield _run(store, keys, keys.run_of(prefix))
-        # These two names belong to us, never to a run (formats/keys.py).
-        ours = {f"{prefix}attempts/", f"{prefix}loose/"}
+        # These names belong to us, never to a run (formats/keys.py).
+        ours = {f"{prefix}{name}/" for name in ("attempts", "leases", "loose", "wanted")}
         waiting.extend(sorted((below for below in listing.prefixes if below not in ours), reverse=True))
 
 

@@ -25,9 +25,9 @@ from cachefs.errors import CachefsError, CorruptError, FencedError
 from cachefs.formats.codec import decode, encode
 from cachefs.formats.keys import Keys
 from cachefs.formats.manifest import Order, Pin
-from cachefs.formats.pointer import Pointer, Prev, Published
+from cachefs.formats.pointer import OpenAttempt, Pointer, Prev, Published
 from cachefs.formats.records import RunRecord
-from cachefs.publish.promotion import Identity, promote, published_since, take_epoch
+from cachefs.publish.promotion import Identity, announce, promote, published_since, take_epoch
 from cachefs.publish.rules import Refused
 from cachefs.publish.writes import Writes
 from cachefs.store.base import CREATE_ONLY
@@ -65,9 +65,11 @@ class World:
         faults: int = 0,
         kills: int = 0,
         hide: bool = False,
+        promotes: bool = True,
         members: str = "ab",
     ) -> None:
         self.choose = choose
+        self.existing, self.promotes = existing, promotes
         self.store = MemoryStore(now=lambda: 0.0)
         self.faults, self.kills, self.hide = faults, kills, hide
         self.hidden = False
@@ -80,7 +82,8 @@ class World:
         self.versions: list[tuple[Pointer, str, str]] = []
         self._last = self._last_idle = ""
         if existing:
-            old = Pointer(run=RUN, kind="grant", seq=1, epoch=1, owner="z/0", nonce=self.nonce(), at="")
+            opened = tuple(OpenAttempt(f"step-{STEPS[member]}", member) for member in members)
+            old = Pointer(run=RUN, kind="grant", seq=1, epoch=1, owner="z/0", nonce=self.nonce(), at="", open=opened)
             self._put(old)
         self.check()
         self.processes = [self.start(member) for member in members]
@@ -96,8 +99,11 @@ class World:
         who = Identity(f"{member}/{self.nonce()}", nonce=self.nonce, at=lambda: "")
         return Process(member, self.main(member, who))
 
-    async def main(self, member: str, who: Identity) -> Published | Refused:
-        """What a publisher does with one attempt; the journal is `records`, `sealed` and `tested`."""
+    async def main(self, member: str, who: Identity) -> Published | Refused | None:
+        """What a publisher does with one attempt; the journal is `records`, `sealed` and `tested`.
+
+        Without a pointer to begin with the attempt is announced first; without `promotes` that is all.
+        """
         writes = Writes(self.store, KEYS, ParkingHop(), _no_pause)
         epoch = await take_epoch(writes, RUN, who, self.records.get(member))
         self.records[member] = RunRecord(RUN, epoch=epoch, owner=who.owner)
@@ -108,6 +114,12 @@ class World:
             published = await published_since(writes, RUN, seen, member, self.sealed[member])
             if published is not None:
                 return published
+        if not self.existing:
+            opened = OpenAttempt(f"step-{STEPS[member]}", member)
+            refused = await announce(writes, RUN, opened, who, epoch=epoch, ended=())
+            assert refused is None
+            if not self.promotes:
+                return None
         self.sealed[member] = epoch
         self.tested.add(member)
         order = Order(step=STEPS[member], epoch=1, ordinal=1)
@@ -222,6 +234,8 @@ class World:
         epochs = {pointer.epoch: pointer.owner for pointer, _, _ in self.versions}
         if new.kind == "grant":
             assert new.owner not in epochs.values(), "I9: a process took a second epoch"
+        elif new.kind == "open":
+            assert new.open[-1].attempt == new.owner.split("/")[0], "I7: opened by a process that is not the owner"
         else:
             assert new.published is not None
             attempt = new.published.attempt
@@ -246,6 +260,9 @@ class World:
             elif isinstance(process.error, FencedError):
                 assert process.name not in named, "told fenced, but it was published"
                 assert not current.owner.startswith(f"{process.name}/"), "the owner was told it was fenced"
+            elif process.error is None:
+                opened = {entry.attempt for pointer, _, _ in self.versions for entry in pointer.open}
+                assert process.name in opened, "told announced, but the pointer never listed it"
             else:
                 assert self.hidden, f"{process.name} ended with {process.error!r}"
                 assert isinstance(process.error, CorruptError)
@@ -262,9 +279,16 @@ def check_successor(old: tuple[Pointer, str, str] | None, new: Pointer) -> None:
     if new.kind == "grant":
         assert new.epoch == before.epoch + 1, "I6: each grant takes the next epoch"
         assert new.published == before.published, "a grant publishes nothing"
+        assert new.open == before.open, "a grant ends nothing"
+    elif new.kind == "open":
+        assert (new.epoch, new.owner) == (before.epoch, before.owner), "I7: opened after a later grant"
+        assert (new.published, new.open[:-1]) == (before.published, before.open), "opening changes nothing else"
     else:
         assert (new.epoch, new.owner) == (before.epoch, before.owner), "I7: promoted after a later grant"
         assert new.published is not None
+        promoted = new.published.attempt
+        assert promoted in {entry.attempt for entry in before.open}, "promoted without having been open"
+        assert promoted not in {entry.attempt for entry in new.open}, "published and still open"
         assert before.published is None or new.published.order > before.published.order, "I13: the order must rise"
 
 

@@ -22,7 +22,7 @@ from tests.store.faults import Crash, FaultyStore, Rule, crash_before, rules
 
 Members = Callable[..., Member]
 
-STORE_EFFECTS = 7
+STORE_EFFECTS = 8
 """grant, open, close, report, manifest, test, promotion"""
 JOURNAL_EFFECTS = 7
 """grant, open, report, sealed, tested, published, shard records dropped"""

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from cachefs.errors import CorruptError, FencedError
 from cachefs.formats.codec import encode
 from cachefs.formats.manifest import Order, Pin
-from cachefs.formats.pointer import Pointer, Published
+from cachefs.formats.pointer import OpenAttempt, Pointer, Published
 from cachefs.formats.records import AttemptRecord, RunRecord, State
 from cachefs.publish import rules
 from cachefs.publish.rules import Already, Cas, Refused, Step
@@ -31,7 +31,9 @@ def seen(pointer: Pointer) -> Seen:
 
 
 def play(script: list[str | Published]) -> list[Seen]:
-    """Play grants (an owner's name) and promotions by whoever owns the run; return the chain, oldest first."""
+    """Play grants (an owner's name) and promotions by whoever owns the run, each announced before it; return the chain,
+    oldest first.
+    """
     chain = [seen(rules.grant("r", None, owner="a", nonce="0", at=""))]
     for number, move in enumerate(script, 1):
         last = chain[-1]
@@ -39,15 +41,12 @@ def play(script: list[str | Published]) -> list[Seen]:
             chain.append(seen(rules.grant("r", last, owner=move, nonce=str(number), at="")))
             continue
         pointer = last.pointer
-        new = rules.promote(
-            last,
-            move,
-            sealed_epoch=pointer.epoch,
-            owner=pointer.owner,
-            epoch=pointer.epoch,
-            nonce=str(number),
-            at="",
-        )
+        who = {"owner": pointer.owner, "epoch": pointer.epoch, "at": ""}
+        listed = OpenAttempt(move.generation, move.attempt)
+        announced = rules.announce(last, listed, ended=(), nonce=f"{number} open", **who)
+        if isinstance(announced, Pointer):
+            chain.append(last := seen(announced))
+        new = rules.promote(last, move, sealed_epoch=pointer.epoch, nonce=str(number), **who)
         if isinstance(new, Pointer):
             chain.append(seen(new))
     return chain
@@ -64,9 +63,13 @@ def test_a_chain_only_moves_forward(script: list[str | Published]) -> None:
         assert after.seq == before.seq + 1
         assert after.epoch == before.epoch + (after.kind == "grant")
         assert after.prev == old.prev
-        if after.kind == "grant":
+        if after.kind in ("grant", "open"):
             assert after.published == before.published
+            assert after.open[: len(before.open)] == before.open
         else:
+            assert [entry for entry in before.open if entry not in after.open] == [
+                OpenAttempt("g", after.published.attempt if after.published else "")
+            ]
             assert after.published is not None
             assert before.published is None or after.published.order > before.published.order
 
@@ -89,7 +92,35 @@ def test_promotion_is_decided_in_one_way(
     assert (old.owner, old.epoch) == (owner, epoch)
     assert sealed_epoch == epoch
     newer = old.published is None or candidate.order > old.published.order
-    assert newer == isinstance(new, Pointer)
+    listed = OpenAttempt(candidate.generation, candidate.attempt) in old.open
+    assert (newer and listed) == isinstance(new, Pointer)
+
+
+@given(moves, attempts, st.sets(attempts), st.sampled_from(["a", "b"]), st.integers(1, 4))
+def test_the_list_of_open_attempts(
+    script: list[str | Published], attempt: str, ended: set[str], owner: str, epoch: int
+) -> None:
+    current = play(script)[-1]
+    old, who = current.pointer, {"owner": owner, "epoch": epoch, "nonce": "new", "at": ""}
+    if (old.owner, old.epoch) != (owner, epoch):
+        with pytest.raises(FencedError):
+            rules.announce(current, OpenAttempt("g", attempt), ended=ended, **who)
+        with pytest.raises(FencedError):
+            rules.end(current, ended, **who)
+        return
+    listed = [entry.attempt for entry in old.open]
+    new = rules.announce(current, OpenAttempt("g", attempt), ended=ended, **who)
+    if attempt in listed:
+        assert new is None
+    else:
+        assert isinstance(new, Pointer)
+        assert [entry.attempt for entry in new.open] == [name for name in listed if name not in ended] + [attempt]
+        assert new.published == old.published
+    shorter = rules.end(current, ended, **who)
+    if shorter is None:
+        assert not ended & set(listed)
+    else:
+        assert [entry.attempt for entry in shorter.open] == [name for name in listed if name not in ended]
 
 
 def test_a_retired_attempt_is_refused() -> None:
