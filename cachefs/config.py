@@ -24,6 +24,7 @@ from msgspec import Meta
 
 from cachefs.errors import CorruptError, InvalidError
 from cachefs.formats.names import checked_path
+from cachefs.members import Members, Owner, canonical, check_members, check_name, read_back, resolve
 
 MIB: Final = 1024**2
 GIB: Final = 1024**3
@@ -71,6 +72,16 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     run: Annotated[str, _text("run of the generations that lie directly under the mountpoint")] = "default"
     member: Annotated[str, _text("name of this node in its runs", shown="the host's name")] = msgspec.field(
         default_factory=socket.gethostname
+    )
+    members: (
+        Annotated[
+            str,
+            _text("who saves together: their number, their names (`a,b`, `gpu[01-04]`), or `auto`", shown="this node"),
+        ]
+        | None
+    ) = None
+    owner: Annotated[Owner, _text("whether this node opens and publishes saves; `auto`: the first member does")] = (
+        "auto"
     )
     publish: Annotated[bool, _text("flush, seal, test and publish; `false` keeps everything local")] = True
     presets: Annotated[tuple[str, ...], Meta(description="names of the generation presets in use", min_length=1)] = (
@@ -130,6 +141,11 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     def metrics_address(self) -> tuple[str, int] | None:
         """Return (host, port) for metrics, None when off. Raises InvalidError (never after `load`)."""
         return _address(self.metrics)
+
+    @property
+    def membership(self) -> Members:
+        """Return who takes part. Raises InvalidError for `auto`, which `load` has replaced."""
+        return read_back(self.member, self.members, self.owner)
 
 
 class Key(msgspec.Struct, frozen=True):
@@ -201,8 +217,9 @@ KEYS: Final[Mapping[str, Key]] = _keys()
 def load(file: Path | None, env: Mapping[str, str], flags: Mapping[str, object]) -> Config:
     """Return the complete configuration: flags over environment over file over defaults.
 
-    A flag that is None and an environment variable that is empty count as not given. Raises InvalidError, in one line
-    that names the key, the value and where it came from.
+    A flag that is None and an environment variable that is empty count as not given. `member`, `members` and `owner`
+    are what the launcher's variables in `env` made of them, so the result does not depend on an environment. Raises
+    InvalidError, in one line that names the key, the value and where it came from.
     """
     values = given(file, env, flags)
     for key in KEYS.values():
@@ -212,7 +229,9 @@ def load(file: Path | None, env: Mapping[str, str], flags: Mapping[str, object])
             )
     config = Config(**values)
     _check_directories(config)
-    return config
+    found = resolve(values.get("member"), config.members, config.owner, env, socket.gethostname())
+    member, members, owner = canonical(found)
+    return msgspec.structs.replace(config, member=member, members=members, owner=owner)
 
 
 def given(file: Path | None, env: Mapping[str, str], flags: Mapping[str, object]) -> dict[str, Any]:
@@ -282,6 +301,8 @@ def _checked(key: Key, raw: object, base: Path) -> Any:
         return _absolute(raw, base)
     if isinstance(raw, str) and key.unit:
         raw = _quantity(raw, key.unit)
+    elif isinstance(raw, int) and not isinstance(raw, bool) and key.name == "members":
+        raw = str(raw)
     elif isinstance(raw, str) and key.name == "presets":
         raw = [name.strip() for name in raw.split(",") if name.strip()]
     if get_origin(kind) is Literal and raw not in get_args(kind):
@@ -357,17 +378,13 @@ def _check_run(run: str) -> None:
         raise InvalidError("must be a relative directory path without '.' and '..'") from error
 
 
-def _check_member(member: str) -> None:
-    if "/" in member or not member.strip() or not member.isprintable() or len(member.encode()) > 128:
-        raise InvalidError("must be 1 to 128 bytes of printable text without '/'")
-
-
 _CHECKS: Final[Mapping[str, Any]] = {
     "store": _location,
     "metrics": _address,
     "endpoint_url": _check_endpoint,
     "run": _check_run,
-    "member": _check_member,
+    "member": check_name,
+    "members": check_members,
 }
 
 

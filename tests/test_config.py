@@ -13,9 +13,10 @@ import pytest
 from hypothesis import given as for_all
 from hypothesis import strategies as st
 
-from cachefs import config
+from cachefs import config, link
 from cachefs.config import GIB, KEYS, MIB, Config, Location, given, load
 from cachefs.errors import InvalidError
+from cachefs.members import Members
 
 FLAGS = {"mountpoint": "/mnt/ckpt", "store": "file:///data/store", "staging": "/nvme/staging"}
 
@@ -32,7 +33,8 @@ def toml(tmp_path):
 
 def test_defaults():
     made = load(None, {}, FLAGS)
-    assert made == Config(mountpoint=Path("/mnt/ckpt"), store="file:///data/store", staging=Path("/nvme/staging"))
+    places = {"mountpoint": Path("/mnt/ckpt"), "store": "file:///data/store", "staging": Path("/nvme/staging")}
+    assert made == Config(**places, owner="yes")
     assert (made.publish, made.presets, made.part_size, made.test_level) == (True, ("auto",), 64 * MIB, "bytes")
     assert (made.member, made.allow_other) == (os.uname().nodename, os.geteuid() == 0)
     assert made.metrics_address == ("127.0.0.1", 9464)
@@ -53,7 +55,8 @@ def test_a_flag_of_none_and_an_empty_variable_are_not_given(toml):
 def test_every_key_is_reachable_by_its_variable():
     raw = {
         "mountpoint": "/m", "store": "s3://bucket", "staging": "/s", "endpoint_url": "http://[::1]:9000", "region": "r",
-        "run": "a/b", "member": "n", "publish": "false", "presets": "dcp, hf", "metrics": "off", "allow_other": "false",
+        "run": "a/b", "member": "n", "members": "n,[1-3]", "owner": "no",
+        "publish": "false", "presets": "dcp, hf", "metrics": "off", "allow_other": "false",
         "data_path": "python", "upload_concurrency": "3", "part_size": "8MiB", "bandwidth": "1GB",
         "test_level": "checksum", "drain_timeout": "2m",
         "close_deadline": "1h", "settle": "0", "quiet": "250ms", "loose": "false", "loose_interval": "5",
@@ -63,7 +66,8 @@ def test_every_key_is_reachable_by_its_variable():
     made = load(None, {KEYS[name].env: value for name, value in raw.items()}, {})
     assert msgspec.structs.asdict(made) == {
         "mountpoint": Path("/m"), "store": "s3://bucket", "staging": Path("/s"), "endpoint_url": "http://[::1]:9000",
-        "region": "r", "run": "a/b", "member": "n", "publish": False, "presets": ("dcp", "hf"), "preset": (),
+        "region": "r", "run": "a/b", "member": "n", "members": "n,1,2,3", "owner": "no", "publish": False,
+        "presets": ("dcp", "hf"), "preset": (),
         "metrics": "off", "data_path": "python", "allow_other": False, "upload_concurrency": 3,
         "part_size": 8 * MIB, "bandwidth": 10**9, "test_level": "checksum",
         "drain_timeout": 120.0, "close_deadline": 3600.0, "settle": 0.0, "quiet": 0.25, "loose": False,
@@ -72,6 +76,24 @@ def test_every_key_is_reachable_by_its_variable():
     }  # fmt: skip
     assert set(raw) == set(KEYS) - {"preset"}
     assert made.metrics_address is None
+
+
+def test_members_of_the_launcher_are_written_down_and_survive_the_way_to_the_engine(toml):
+    env = {"SLURM_JOB_NODELIST": "gpu[01-03]", "SLURM_NODEID": "1"}
+    made = load(toml('members = "auto"\n'), env, FLAGS)
+    assert (made.member, made.members, made.owner) == ("gpu02", "gpu01,gpu02,gpu03", "no")
+    assert link.unpacked(link.packed(made)) == made
+    assert made.membership == Members("gpu02", ("gpu01", "gpu02", "gpu03"), 3, owner=False)
+    assert load(None, {}, FLAGS | {"member": "me"}).membership == Members("me", ("me",), 1, owner=True)
+    assert load(toml("members = 3\n"), {}, FLAGS | {"member": "me", "owner": "yes"}).membership == Members(
+        "me", (), 3, owner=True
+    )
+
+
+def test_members_that_were_not_resolved_are_no_membership():
+    unresolved = msgspec.structs.replace(load(None, {}, FLAGS), members="auto")
+    with pytest.raises(InvalidError, match="not resolved"):
+        assert unresolved.membership
 
 
 def test_user_presets_stay_raw_tables(toml):
@@ -124,6 +146,11 @@ BAD_FLAGS = [
     ("run", "/abs", "run = '/abs' (from --run): must be a relative directory path"),
     ("member", "a/b", "member = 'a/b' (from --member): must be 1 to 128 bytes"),
     ("member", " ", "member = ' ' (from --member): must be 1 to 128 bytes"),
+    ("members", "a,,b", "members = 'a,,b' (from --members): 'a,,b' is not a list of names"),
+    ("members", "n[3-1]", "members = 'n[3-1]' (from --members): '3-1' is not a number or a range of numbers"),
+    ("members", "0", "members = '0' (from --members): members must be a number from 1 to 100000"),
+    ("members", "a,a/b", "members = 'a,a/b' (from --members): must be 1 to 128 bytes"),
+    ("owner", "me", "owner = 'me' (from --owner): must be one of auto, yes, no"),
     ("mountpoint", "", "mountpoint = '' (from MOUNTPOINT): must name a directory"),
     ("store", "/data", "store = '/data' (from --store): must be file:///absolute/directory or s3://bucket/prefix"),
     ("store", "file://data", "store = 'file://data' (from --store): a directory store is file:// and an absolute path"),
