@@ -135,7 +135,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     @property
     def location(self) -> Location:
         """Return the parsed `store`. Raises InvalidError (never after `load`)."""
-        return _location(self.store)
+        return location(self.store)
 
     @property
     def metrics_address(self) -> tuple[str, int] | None:
@@ -339,7 +339,8 @@ def _shown(raw: object) -> str:
     return repr(text) if isinstance(raw, str | Path) else text
 
 
-def _location(store: str) -> Location:
+def location(store: str) -> Location:
+    """Return where a store URL points. Raises InvalidError."""
     scheme, separator, rest = store.partition("://")
     if scheme == "file" and separator:
         # Taken literally, not percent-decoded: people write file://$PWD/store.
@@ -379,7 +380,7 @@ def _check_run(run: str) -> None:
 
 
 _CHECKS: Final[Mapping[str, Any]] = {
-    "store": _location,
+    "store": location,
     "metrics": _address,
     "endpoint_url": _check_endpoint,
     "run": _check_run,

@@ -6,5 +6,6 @@ mount.py     mount
 ask.py       status, wait, close, flush: ask a running daemon
 bucket.py    ls, verify, restore: need only the store
 doctor.py    doctor
+policy.py    policy: prints documents, needs nothing
 show.py      how results look
 """

@@ -7,7 +7,7 @@ import sys
 import typer
 
 from cachefs import __version__
-from cachefs.cli import ask, bucket, doctor, mount
+from cachefs.cli import ask, bucket, doctor, mount, policy
 from cachefs.errors import CachefsError
 
 app = typer.Typer(
@@ -26,6 +26,7 @@ app.command("ls")(bucket.ls)
 app.command("verify")(bucket.verify)
 app.command("restore")(bucket.restore)
 app.command("doctor")(doctor.doctor)
+app.command("policy")(policy.policy)
 
 
 @app.callback(invoke_without_command=True)

@@ -43,6 +43,11 @@ def _component(part: bytes) -> str:
     return f"%{part[0]:02X}{text[1:]}" if text in _RESERVED else text
 
 
+def _file(member: str) -> str:
+    """Return the file name of what a member writes; never `pointer.json`, which access policies know by its name."""
+    return _component(f"{member}.json".encode())
+
+
 def _path(path: bytes) -> str:
     return "/".join(_component(part) for part in path.split(b"/"))
 
@@ -97,7 +102,7 @@ class Keys(msgspec.Struct, frozen=True):
 
     def member(self, run: str, attempt: str, member: str) -> str:
         """Return the key of a member's report."""
-        return self._in(run, f"attempts/{attempt}/members/{_component(member.encode())}.json")
+        return self._in(run, f"attempts/{attempt}/members/{_file(member)}")
 
     def members(self, run: str, attempt: str) -> str:
         """Return the prefix of the members' reports, with a trailing slash."""
@@ -109,7 +114,7 @@ class Keys(msgspec.Struct, frozen=True):
 
     def member_test(self, run: str, attempt: str, sealed: int, member: str) -> str:
         """Return the key of one member's share of the restore test of the manifest sealed under epoch `sealed`."""
-        return f"{self.tests(run, attempt, sealed)}{_component(member.encode())}.json"
+        return f"{self.tests(run, attempt, sealed)}{_file(member)}"
 
     def abandoned(self, run: str, attempt: str) -> str:
         """Return the key of the record that says why an attempt ended."""
