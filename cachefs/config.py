@@ -104,8 +104,14 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     )
     bandwidth: Annotated[int, _size("bytes per second that the flush may send, `0` for no limit")] = 0
     test_level: Annotated[
-        Literal["checksum", "bytes"], _text("restore test: compare the store's `checksum`s, or read all `bytes` back")
+        Literal["checksum", "bytes", "load"],
+        _text("restore test: compare the store's `checksum`s, read all `bytes` back, or also run `load_command`"),
     ] = "bytes"
+    load_command: (
+        Annotated[str, _text("for `load`: command that loads the restored copy whose path is its last argument")] | None
+    ) = None
+    load_timeout: Annotated[float, _seconds("longest run of `load_command`", least=1)] = 600.0
+    load_user: Annotated[str, _text("user that runs `load_command`", shown="the daemon's, if not root")] | None = None
     drain_timeout: Annotated[float, _seconds("longest wait for the backlog when stopping")] = 60.0
     close_deadline: Annotated[float, _seconds("longest wait of a closed generation for files still open")] = 600.0
     settle: (

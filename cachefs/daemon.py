@@ -18,7 +18,7 @@ import trio
 
 from cachefs import clock, control, metrics, notify
 from cachefs.config import Config
-from cachefs.engine import store_of
+from cachefs.engine import load_of, store_of
 from cachefs.errors import CachefsError, PendingError, StagingError
 from cachefs.formats.keys import Keys
 from cachefs.formats.records import Meta, State
@@ -96,6 +96,7 @@ class Daemon:
         """Build all parts; `stack` closes them in reverse order. Nothing runs yet."""
         self._config = config
         self._presets = configured(config)
+        load_of(config)  # refuses what the engine could not run later
         session.prepare(config.mountpoint)
         self._passthrough = Passthrough(config.data_path, overlay=session.is_overlay(config.staging))
         self._staging = Staging(config.staging)

@@ -35,6 +35,7 @@ from cachefs.generations.completeness import Source, check_generation
 from cachefs.generations.placement import Placer
 from cachefs.generations.stager import Stager
 from cachefs.journal import Journal
+from cachefs.publish import loading
 from cachefs.publish.ownership import Ownership
 from cachefs.publish.publisher import Publisher
 from cachefs.publish.steps import Settings as PublishSettings
@@ -66,6 +67,19 @@ def threads(config: Config) -> int:
 def store_of(config: Config) -> ObjectStore:
     """Return the store of a configuration. Raises InvalidError."""
     return open_store(config.store, endpoint_url=config.endpoint_url, region=config.region, connections=threads(config))
+
+
+def load_of(config: Config) -> loading.Load | None:
+    """Return how a restored copy is loaded, None below the level `load`. Raises InvalidError."""
+    if config.test_level != "load":
+        return None
+    return loading.configured(
+        config.load_command,
+        config.load_user,
+        timeout=config.load_timeout,
+        root=config.staging / "load",
+        reserve=config.reserve,
+    )
 
 
 class CountingHop:
@@ -181,6 +195,7 @@ class Engine:
     async def _publish(self) -> None:
         """Flush and publish, once the gate is open."""
         config = self._config
+        await self._hop(loading.sweep, config.staging / "load")
         ranges = await self._gate.wait_open(self._hop)
         self._link.send_nowait(self._figures())  # nobody shall read that the gate is closed after a save was published
         ownership = Ownership(
@@ -201,7 +216,8 @@ class Engine:
                 member=config.member,
                 host=config.member,
                 writer=f"cachefs {__version__}",
-                level=config.test_level,
+                level="checksum" if config.test_level == "checksum" else "bytes",
+                load=load_of(config),
                 workers=RESTORE_WORKERS,
                 ranges=ranges,
             ),
@@ -280,7 +296,8 @@ def main() -> None:
     if os.getppid() != int(sys.argv[2]):
         return  # it died before the kernel knew whom to tell
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)  # the mount process decides when the work ends
+        # The mount process decides when the work ends. Not SIG_IGN: the command of a restore test would inherit it.
+        signal.signal(number, lambda *_: None)
     trio.run(_main, int(sys.argv[1]))
 
 

@@ -45,7 +45,7 @@ def test_systemd_accepts_every_line():
 
 
 def test_exposure_stays_within_what_a_mount_needs():
-    """5.0 of 10 with systemd 252. The rest is root, CAP_SYS_ADMIN and the mount namespace that it must not have."""
+    """5.1 of 10 with systemd 252. The rest is root, CAP_SYS_ADMIN and the mount namespace that it must not have."""
     result = analyze("security", "--offline=true", "--no-pager", "--threshold=55")
     assert result.returncode == 0, result.stdout
 

@@ -5,6 +5,7 @@ writes.py       the one place that sends conditional writes and resolves unclear
 ownership.py    the epoch of this process in each run; notices when another process takes over
 sealing.py      pure: member report, close record and manifest from journal records
 restoretest.py  what a candidate must pass: formats, then every byte as the store holds it
+loading.py      the level `load`: a command of the user's on a restored copy
 promotion.py    the pointer's move to a tested candidate
 steps.py        the effects of one attempt, one step at a time
 publisher.py    the background task

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
+from typing import Literal
 
 import msgspec
 
@@ -17,6 +18,7 @@ from cachefs.errors import CorruptError
 from cachefs.formats.manifest import (
     Close,
     Directory,
+    Loaded,
     Manifest,
     MemberReport,
     Open,
@@ -186,20 +188,30 @@ def same_manifest(theirs: Manifest, ours: Manifest) -> bool:
     return msgspec.structs.replace(theirs, sealed_at=ours.sealed_at) == ours
 
 
-def evidence(sealed: Manifest, pin: Pin, *, level: str, member: str, checks: Sequence[str], at: str) -> TestEvidence:
-    """Return `test.json` for a manifest whose restore test has passed."""
+def evidence(
+    sealed: Manifest,
+    pin: Pin,
+    *,
+    level: Literal["checksum", "bytes"],
+    member: str,
+    checks: Sequence[str],
+    at: str,
+    loaded: Loaded | None = None,
+) -> TestEvidence:
+    """Return `test.json` for a manifest whose restore test has passed; `loaded` makes it one of the level `load`."""
     return TestEvidence(
         run=sealed.run,
         generation=sealed.generation,
         attempt=sealed.attempt,
         manifest=pin,
-        level="checksum" if level == "checksum" else "bytes",
+        level="load" if loaded else level,
         tested_by=member,
         epoch=sealed.epoch,
         shards=len(sealed.shards),
         bytes=sealed.size,
         checks=tuple(checks),
         tested_at=at,
+        loaded=loaded,
     )
 
 

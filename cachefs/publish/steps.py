@@ -18,7 +18,7 @@ from cachefs.formats.manifest import Close, Manifest, MemberReport, Open, Order,
 from cachefs.formats.pointer import OpenAttempt, Published
 from cachefs.formats.records import AttemptRecord, RunRecord, State
 from cachefs.journal import Journal, Txn
-from cachefs.publish import promotion, sealing
+from cachefs.publish import loading, promotion, sealing
 from cachefs.publish.promotion import Identity
 from cachefs.publish.restoretest import check_pinned, check_stored, read_back
 from cachefs.publish.rules import Refused, Step, hidden, releasable
@@ -43,6 +43,8 @@ class Settings(msgspec.Struct, frozen=True):
     tick: float = 5.0
     ranges: bool = True
     publish: bool = True
+    load: loading.Load | None = None
+    """For the level `load`, which is `bytes` and then this."""
 
 
 class Unpublishable(RestoreTestFailed):
@@ -163,8 +165,17 @@ class Steps:
             manifest = decode(await writes.read(read_pinned, writes.store, pin), Manifest, pin.key)
             await read_back(writes, manifest, settings.level, workers=settings.workers, ranges=settings.ranges)
             checks = await check_stored(writes, self._completeness, manifest, ranges=settings.ranges)
+            how, loaded = settings.load, None
+            if how is not None:
+                loaded = await loading.load(writes, manifest, how, workers=settings.workers, ranges=settings.ranges)
             ours = sealing.evidence(
-                manifest, pin, level=settings.level, member=settings.member, checks=checks, at=self._who.at()
+                manifest,
+                pin,
+                level=settings.level,
+                member=settings.member,
+                checks=checks,
+                at=self._who.at(),
+                loaded=loaded,
             )
             key = writes.keys.test(attempt.run, attempt.attempt, opened=attempt.opened_epoch, sealed=epoch)
             await writes.create(key, ours, sealing.same_evidence)

@@ -73,7 +73,7 @@ def restore(
                 _write_tracker(temp, directory, name, tracker)
             _sync_directory(directory)
         finally:
-            _remove(temp)
+            remove_tree(temp)
     except OSError as error:
         raise CachefsError(f"cannot restore to {target}: {error.strerror}: {error.filename or directory}") from error
     names = tuple(tracker.path for _, tracker in layout.trackers)
@@ -153,8 +153,8 @@ class _Writer:
                 os.close(fd)
 
 
-def _remove(temp: Path) -> None:
-    """Remove the temporary directory. Restored directories may lack the bits that deleting their entries needs."""
+def remove_tree(temp: Path) -> None:
+    """Remove a tree. Restored directories may lack the bits that deleting their entries needs."""
     for root, directories, _ in os.walk(temp):
         for name in directories:
             path = os.path.join(root, name)

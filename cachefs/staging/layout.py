@@ -2,6 +2,7 @@
 
 tree/          the visible tree, a mirror of the mount: plain files that stay readable when the daemon is down
 pins/          pins/<attempt>/<shard>: hard links that keep the bytes of a closed save (pins.py)
+load/          load/<attempt>/: copies that the restore test loads (publish/loading.py)
 journal/       the LMDB environment
 control.sock   the daemon's control socket
 lock           held (flock) by the one daemon that serves this staging
