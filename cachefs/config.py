@@ -130,6 +130,12 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     reserve: Annotated[int, _size("free bytes of the staging disk that new files must leave")] = GIB
     full_timeout: Annotated[float, _seconds("longest wait of a create below the reserve, then ENOSPC")] = 60.0
     pointer_poll: Annotated[float, _seconds("time between two looks at pointers and other members", least=0.1)] = 15.0
+    member_settle: Annotated[
+        float, _seconds("time after which a member without files of a closed save says that it has none")
+    ] = 10.0
+    member_deadline: Annotated[
+        float, _seconds("longest wait for the reports of all members; then the save is abandoned", least=1)
+    ] = 3600.0
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"],
         _text("least severity that is logged: debug, info, warning, error"),

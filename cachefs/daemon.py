@@ -11,6 +11,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 
 import msgspec
 import structlog
@@ -28,9 +29,11 @@ from cachefs.generations.catalog import configured
 from cachefs.generations.detector import Detector
 from cachefs.generations.placement import Placer
 from cachefs.generations.releaser import Releaser
+from cachefs.generations.retrying import persist
 from cachefs.generations.tracked import Hints
 from cachefs.generations.tracker import Tracker
 from cachefs.journal import Journal
+from cachefs.link import CloseSave
 from cachefs.mount import session
 from cachefs.mount.kernel import Passthrough
 from cachefs.mount.tree import Tree
@@ -42,6 +45,8 @@ from cachefs.staging.pins import Pins
 from cachefs.supervisor import Supervisor
 
 _log = structlog.get_logger(__name__)
+_CLOSES = 1000
+"""Closes of other members that may wait to be carried out."""
 _LOOK = 0.2
 """Seconds after which a drain looks again at what only time changes."""
 
@@ -113,8 +118,15 @@ class Daemon:
         _claim(self._journal, store.url, config.member)
         ranges, blocked = try_store(store) if config.publish else (None, "mounted with --no-publish")
         self._supervisor = Supervisor(
-            config, self._journal, ranges=ranges, blocked=blocked, changed=self._engine_changed, log_fd=log_fd
+            config,
+            self._journal,
+            ranges=ranges,
+            blocked=blocked,
+            changed=self._engine_changed,
+            close=self._close_save,
+            log_fd=log_fd,
         )
+        self._closes = trio.open_memory_channel[CloseSave](_CLOSES)
         self._stop_drain = trio.CancelScope()
 
     async def serve(self, ready: Callable[[], None]) -> None:
@@ -132,6 +144,7 @@ class Daemon:
                 await nursery.start(control.serve, self._staging.socket, self._reporter.handle)
                 await nursery.start(self._gauges.run)
                 await nursery.start(self._watch_signals)
+                nursery.start_soon(self._close_saves)
                 nursery.start_soon(self._watchdog)
                 nursery.start_soon(self._announce, ready)
                 await self._session.serve()
@@ -148,7 +161,8 @@ class Daemon:
     def _build(self) -> None:
         config, staging = self._config, self._staging
         placer = Placer(self._presets, config.run)
-        self._detector = Detector(placer, open_deadline=config.close_deadline)
+        alone = config.membership.count == 1
+        self._detector = Detector(placer, open_deadline=config.close_deadline, alone=alone)
         self._tracker = Tracker(
             self._journal,
             self._pins,
@@ -186,7 +200,19 @@ class Daemon:
     def _engine_changed(self) -> None:
         """The engine has changed the journal: wake who waits, and drop the pins of what is over."""
         self._journal.note_commit()
+        self._tracker.forget_ended()
         self._releaser.wake()
+
+    def _close_save(self, close: CloseSave) -> None:
+        try:
+            self._closes[0].send_nowait(close)
+        except trio.WouldBlock:
+            pass  # it is sent again until the save is closed
+
+    async def _close_saves(self) -> None:
+        """Close what other members have closed."""
+        async for close in self._closes[1]:
+            await persist(partial(self._tracker.close_from, close), "closing")
 
     # ---- the service around it
 
@@ -257,7 +283,8 @@ class Daemon:
         with self._journal.read() as txn:
             waiting = [a for a in txn.attempts.scan() if a.closed_at is not None and not a.state.final]
             shards = [s for a in waiting for s in txn.shards_of(a.attempt) if s.pin is None]
-            unfinished = [a.path for a in txn.attempts.scan() if a.closed_at is None and a.state is State.OPEN]
+            ours = [a for a in txn.attempts.scan() if not a.foreign]
+            unfinished = [a.path for a in ours if a.closed_at is None and a.state is State.OPEN]
         if unfinished:
             _log.warning("saves are left open: no close signal came", saves=len(unfinished), first=unfinished[0])
         if waiting and self._config.publish:

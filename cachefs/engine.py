@@ -36,9 +36,12 @@ from cachefs.generations.placement import Placer
 from cachefs.generations.stager import Stager
 from cachefs.journal import Journal
 from cachefs.publish import loading
+from cachefs.publish.collecting import Collector
+from cachefs.publish.looking import Looking
+from cachefs.publish.members import CloseAsked, Member
 from cachefs.publish.ownership import Ownership
 from cachefs.publish.publisher import Publisher
-from cachefs.publish.steps import Settings as PublishSettings
+from cachefs.publish.settings import Settings as PublishSettings
 from cachefs.publish.writes import Writes
 from cachefs.staging.pins import PinReader
 from cachefs.store.base import ObjectStore
@@ -50,6 +53,10 @@ T = TypeVar("T")
 RESTORE_WORKERS = 4
 SPARE_REQUESTS = 8
 """Requests beside those of the uploads: pointers, manifests, listings."""
+QUIET = 30.0
+"""Seconds that the files of a save must be quiet after another member's weak close signal, if the configuration says
+nothing else.
+"""
 NICE = 10
 REPORT_EVERY = 0.5
 """Seconds between two figures."""
@@ -120,6 +127,7 @@ class Engine:
     def __init__(self, start: link.Start, channel: link.Link[link.ToEngine]) -> None:
         self._config = config = link.unpacked(start.config)
         self._incarnation = start.incarnation
+        self._started = start.serial
         self._link = channel
         self._journal = Journal(config.staging / "journal")
         self._tree_fd = os.open(config.staging / "tree", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -156,6 +164,7 @@ class Engine:
             is_loose=lambda path: self._placer.place(path) is None,
         )
         self._publisher: Publisher | None = None
+        self._looking: Looking | None = None
 
     async def run(self) -> None:
         """Work until the mount process closes its end of the link."""
@@ -187,6 +196,8 @@ class Engine:
     def _wake_publisher(self) -> None:
         if self._publisher is not None:
             self._publisher.wake()
+        if self._looking is not None:
+            self._looking.wake()
 
     def _staged(self) -> None:
         self._flusher.wake()
@@ -198,12 +209,63 @@ class Engine:
         await self._hop(loading.sweep, config.staging / "load")
         ranges = await self._gate.wait_open(self._hop)
         self._link.send_nowait(self._figures())  # nobody shall read that the gate is closed after a save was published
-        ownership = Ownership(
-            self._journal,
-            Writes(self._store, self._keys, self._hop),
-            config.member,
+        settings = self._settings(ranges)
+        async with trio.open_nursery() as nursery:
+            await nursery.start(self._flusher.run)
+            collector = await self._own(settings, nursery) if settings.owner else None
+            member = Member(
+                self._journal,
+                self._writes(),
+                settings,
+                nursery,
+                started=self._started,
+                close=self._close,
+                joined=self._flusher.wake,
+            )
+            self._looking = Looking(self._journal, self._writes(), settings, member, collector)
+            await nursery.start(self._looking.run)
+            if config.loose:
+                # What changed while nobody looked is found by its identity.
+                for name in map(os.fsencode, os.listdir(self._tree_fd)):
+                    is_dir = stat.S_ISDIR(os.stat(name, dir_fd=self._tree_fd, follow_symlinks=False).st_mode)
+                    if is_dir or self._placer.place(name) is None:
+                        self._loose.note(name)
+                await nursery.start(self._loose.run)
+
+    def _writes(self) -> Writes:
+        return Writes(self._store, self._keys, self._hop)
+
+    def _settings(self, ranges: bool) -> PublishSettings:
+        config, members = self._config, self._config.membership
+        return PublishSettings(
+            member=members.name,
+            host=members.name,
+            writer=f"cachefs {__version__}",
+            names=members.names,
+            count=members.count,
+            owner=members.owner,
             poll=config.pointer_poll,
-            incarnation=self._incarnation,
+            absent_after=config.member_settle,
+            deadline=config.member_deadline,
+            level="checksum" if config.test_level == "checksum" else "bytes",
+            load=load_of(config),
+            workers=RESTORE_WORKERS,
+            ranges=ranges,
+        )
+
+    async def _own(self, settings: PublishSettings, nursery: trio.Nursery) -> Collector:
+        """Start what only the owner of runs does."""
+        config = self._config
+        ownership = Ownership(
+            self._journal, self._writes(), config.member, poll=config.pointer_poll, incarnation=self._incarnation
+        )
+        collector = Collector(
+            self._journal,
+            self._writes(),
+            ownership,
+            settings,
+            path=lambda run, generation: generation if run == config.run else f"{run}/{generation}",
+            changed=self._wake_publisher,
         )
         self._publisher = Publisher(
             self._journal,
@@ -212,28 +274,21 @@ class Engine:
             self._hop,
             self._pins,
             ownership,
-            PublishSettings(
-                member=config.member,
-                host=config.member,
-                writer=f"cachefs {__version__}",
-                level="checksum" if config.test_level == "checksum" else "bytes",
-                load=load_of(config),
-                workers=RESTORE_WORKERS,
-                ranges=ranges,
-            ),
+            settings,
             completeness=completeness,
             changed=lambda _attempt: self._flusher.wake(),
+            take_over=collector.take_over,
         )
-        async with trio.open_nursery() as nursery:
-            await nursery.start(self._flusher.run)
-            await nursery.start(self._publisher.run)
-            if config.loose:
-                # What changed while nobody looked is found by its identity.
-                for name in map(os.fsencode, os.listdir(self._tree_fd)):
-                    is_dir = stat.S_ISDIR(os.stat(name, dir_fd=self._tree_fd, follow_symlinks=False).st_mode)
-                    if is_dir or self._placer.place(name) is None:
-                        self._loose.note(name)
-                await nursery.start(self._loose.run)
+        await nursery.start(self._publisher.run)
+        return collector
+
+    def _close(self, asked: CloseAsked) -> None:
+        """Have the mount process close a save that another member has closed."""
+        quiet = 0.0
+        if asked.weak:
+            quiet = self._config.quiet if self._config.quiet is not None else QUIET
+        by = f"closed by {asked.close.member} ({asked.close.signal})"
+        self._link.send_nowait(link.CloseSave(asked.save.path, asked.save.attempt, by, asked.since, quiet))
 
     async def _tell(self) -> None:
         """Tell the mount process of every commit."""

@@ -15,6 +15,9 @@ committed. Records are MessagePack structs from formats/records.py.
     parts      key: attempt id "/" shard id "/" part number, five digits
                One PartRecord per acknowledged part of a multipart upload; deleted with the upload. A crash may lose the
                last one: that part is sent again.
+    shared     key: attempt id in the bucket
+               What this member knows of attempts that other daemons opened; deleted when they have ended. A crash costs
+               a look.
     runs       key: run
                The epoch held, the ordinal and the highest step used. Epochs of an earlier process are never reused.
     loose      key: path
@@ -37,7 +40,7 @@ import msgspec
 import trio
 
 from cachefs.errors import StagingError
-from cachefs.formats.records import AttemptRecord, LooseRecord, Meta, PartRecord, RunRecord, ShardRecord
+from cachefs.formats.records import AttemptRecord, LooseRecord, Meta, PartRecord, RunRecord, ShardRecord, SharedRecord
 
 T = TypeVar("T")
 R = TypeVar("R", bound=msgspec.Struct)
@@ -101,6 +104,7 @@ class Txn:
         self.attempts = Table(txn, dbs["attempts"], AttemptRecord)
         self.shards = Table(txn, dbs["shards"], ShardRecord)
         self.parts = Table(txn, dbs["parts"], PartRecord)
+        self.shared = Table(txn, dbs["shared"], SharedRecord)
         self.runs = Table(txn, dbs["runs"], RunRecord)
         self.loose = Table(txn, dbs["loose"], LooseRecord)
         self.meta = Table(txn, dbs["meta"], Meta)
@@ -173,7 +177,7 @@ class Journal:
             self._env = lmdb.open(str(directory), map_size=MAP_SIZE, max_dbs=8, subdir=True, mode=0o600)
             self.forget_dead_readers()
             self._reserve(directory)
-            names = ("attempts", "shards", "parts", "runs", "loose", "meta")
+            names = ("attempts", "shards", "parts", "shared", "runs", "loose", "meta")
             self._dbs = {name: self._env.open_db(name.encode()) for name in names}
             meta = self._check()
         except (lmdb.Error, OSError, msgspec.MsgspecError) as error:
@@ -207,7 +211,7 @@ class Journal:
     def _check(self) -> Meta:
         """Read every record once, so that damage is found here and not by some task later."""
         with self.read() as txn:
-            for table in (txn.attempts, txn.shards, txn.parts, txn.runs, txn.loose):
+            for table in (txn.attempts, txn.shards, txn.parts, txn.shared, txn.runs, txn.loose):
                 for _record in table.scan():
                     pass
             meta = txn.meta.get("meta")

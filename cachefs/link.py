@@ -20,15 +20,16 @@ _BATCH = 1000
 class Start(msgspec.Struct, frozen=True, tag="start"):
     """The first line to the engine: the configuration, and what the probe at the start of the mount found.
 
-    `incarnation` is this start of the daemon: engines of one daemon own runs as one process would.
-    `ranges` is whether the store can read ranges of a version; None when it has not passed a probe yet, `blocked` says
-    why.
+    `incarnation` is this start of the daemon: engines of one daemon own runs as one process would. `serial` numbers the
+    newest save before it. `ranges` is whether the store can read ranges of a version; None when it has not passed a
+    probe yet, `blocked` says why.
     """
 
     config: dict[str, Any]
     ranges: bool | None
     blocked: str
     incarnation: str
+    serial: int = 0
 
 
 class Hint(msgspec.Struct, frozen=True, tag="hint"):
@@ -47,6 +48,18 @@ class Changed(msgspec.Struct, frozen=True, tag="changed"):
     """The engine changed the journal."""
 
 
+class CloseSave(msgspec.Struct, frozen=True, tag="close"):
+    """Another member saw the close signal of an attempt: close our save of it, unless it was written a second time
+    since the monotonic time `since`. It must be quiet for `quiet` seconds first. Sent again until it is closed.
+    """
+
+    path: str
+    attempt: str
+    by: str
+    since: float
+    quiet: float
+
+
 class Figures(msgspec.Struct, frozen=True, tag="figures"):
     """What the engine does. Counters are totals since its start; `requests` by "operation outcome"."""
 
@@ -60,7 +73,7 @@ class Figures(msgspec.Struct, frozen=True, tag="figures"):
 
 
 ToEngine = Start | Hint | LooseChanged
-ToMount = Changed | Figures
+ToMount = Changed | CloseSave | Figures
 
 
 class Link(Generic[T]):

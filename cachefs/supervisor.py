@@ -16,6 +16,7 @@ import trio
 
 from cachefs import clock, link
 from cachefs.config import Config
+from cachefs.formats.records import Meta
 from cachefs.journal import Journal
 
 RESTART = 0.5
@@ -53,13 +54,17 @@ class Supervisor:
         ranges: bool | None,
         blocked: str,
         changed: Callable[[], None],
+        close: Callable[[link.CloseSave], None],
         log_fd: int,
     ) -> None:
-        """`ranges` and `blocked` as in link.Start; `changed` is called when the engine has changed the journal;
-        `log_fd` is where it logs.
+        """`ranges` and `blocked` as in link.Start; `changed` is called when the engine has changed the journal, `close`
+        when another member closed a save; `log_fd` is where it logs.
         """
-        self._start = link.Start(link.packed(config), ranges, blocked, clock.new_id())
+        with journal.read() as txn:
+            meta = txn.meta.get("meta") or Meta()
+        self._start = link.Start(link.packed(config), ranges, blocked, clock.new_id(), meta.serial)
         self._journal = journal
+        self._close = close
         self._changed = changed
         self._log_fd = log_fd
         self._mirrors = config.publish and config.loose
@@ -137,10 +142,13 @@ class Supervisor:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(channel.run)
                 while (message := await channel.receive()) is not None:
-                    if isinstance(message, link.Figures):
-                        self.figures = message
-                    else:
-                        self._changed()
+                    match message:
+                        case link.Figures():
+                            self.figures = message
+                        case link.CloseSave():
+                            self._close(message)
+                        case link.Changed():
+                            self._changed()
                 nursery.cancel_scope.cancel()
             return await self._reap(process)
         finally:

@@ -87,7 +87,10 @@ OBJECTS: dict[str, msgspec.Struct] = {
         **WHO, step=1000, epoch=3, ordinal=7, owner="node-0/1", members=("node-0", "node-1"), count=2,
         kind="directory", opened_at="2026-01-02T03:04:05Z",
     ),
-    "close": Close(**WHO, member="node-0", preset="dcp", signal="rename .metadata", closed_at="2026-01-02T03:04:06Z"),
+    "close": Close(
+        **WHO, member="node-0", preset="dcp", signal="rename .metadata", strength="A",
+        closed_at="2026-01-02T03:04:06Z",
+    ),
     "member": MemberReport(**WHO, member="node-0", host="host-0", writer="node-0/1", shards=SHARDS[:1], **EXTRAS),
     "member-least": MemberReport(**WHO, member="node-1", host="host-1", writer="node-1/9", shards=()),
     "manifest": Manifest(

@@ -5,7 +5,7 @@ Each looks first whether the journal still wants the upload: a file of an open s
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import msgspec
@@ -13,7 +13,7 @@ import msgspec
 from cachefs.errors import CorruptError
 from cachefs.flush import plan
 from cachefs.formats.manifest import Pin
-from cachefs.formats.records import PartRecord, ShardRecord, State
+from cachefs.formats.records import AttemptRecord, PartRecord, ShardRecord, State
 from cachefs.journal import Txn
 
 
@@ -48,13 +48,18 @@ def forget(record: ShardRecord, txn: Txn) -> None:
         txn.put_shard(msgspec.structs.replace(found, upload_id=""))
 
 
-def fit(records: Iterable[ShardRecord], part_size: int, txn: Txn) -> None:
-    """Fix the part sizes. From then on every try makes the same digests and objects, whatever the settings become."""
+def fit(
+    records: Iterable[ShardRecord], part_size: int, key: Callable[[AttemptRecord, ShardRecord], str], txn: Txn
+) -> None:
+    """Fix the part sizes and keys. From then on every try makes the same digests and objects, whatever the settings
+    become.
+    """
     for record in records:
         found = txn.shard(record.attempt, record.shard)
-        if found is not None and not found.part_size:
+        attempt = txn.attempts.get(record.attempt)
+        if found is not None and attempt is not None and not found.part_size:
             fitted = plan.fit_part_size(found.identity.size, part_size)
-            txn.put_shard(msgspec.structs.replace(found, part_size=fitted))
+            txn.put_shard(msgspec.structs.replace(found, part_size=fitted, key=key(attempt, found)))
 
 
 def change(record: ShardRecord, retries: int, changes: dict[str, Any], txn: Txn) -> None:

@@ -17,7 +17,7 @@ from cachefs.flush.orphans import Orphans, known_runs
 from cachefs.flush.progress import Dropped, Sent
 from cachefs.flush.shard import Doors, Upload
 from cachefs.formats.keys import Keys
-from cachefs.formats.records import ShardRecord
+from cachefs.formats.records import AttemptRecord, ShardRecord
 from cachefs.journal import Journal
 from cachefs.staging.pins import PinReader
 from cachefs.store.base import ObjectStore
@@ -98,6 +98,7 @@ class Flusher:
         on_flushed: Callable[[], None] = lambda: None,
     ) -> None:
         self._journal = journal
+        self._keys = keys
         self._hop = hop
         self._settings = settings
         self._on_flushed = on_flushed
@@ -119,6 +120,10 @@ class Flusher:
         self._totals: Counter[str | _End] = Counter()
         self._failures: Counter[str] = Counter()
         self._orphan_errors: dict[str, str] = {}
+
+    def _key(self, attempt: AttemptRecord, shard: ShardRecord) -> str:
+        """Return the object key of a shard: under the attempt that the owner has opened for the save."""
+        return self._keys.shard(attempt.run, attempt.key, self._settings.member, shard.shard, shard.paths[0])
 
     def wake(self) -> None:
         """Hint that the journal changed: a save was announced, closed, staged, dropped or fenced."""
@@ -203,7 +208,7 @@ class Flusher:
         try:
             pending = await self._hop(self._read)
             if pending.unfit:
-                await self._journal.write(partial(progress.fit, pending.unfit, self._settings.part_size))
+                await self._journal.write(partial(progress.fit, pending.unfit, self._settings.part_size, self._key))
                 pending = await self._hop(self._read)
             self._assign(pending, nursery)
             if pending.settled:

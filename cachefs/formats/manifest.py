@@ -92,7 +92,11 @@ class Open(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Close(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`close.json`: a member saw the close signal; `preset` is the one that knew it, and decides the format checks."""
+    """`close.json`: a member saw the close signal; `preset` is the one that knew it, and decides the format checks.
+
+    `strength` is that of the signal (A to D, see generations/presets.py): after a weak one the other members wait until
+    their own files are quiet.
+    """
 
     run: str
     generation: str
@@ -100,6 +104,7 @@ class Close(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     member: str
     preset: str
     signal: str
+    strength: str
     closed_at: str
     format: Literal[1] = FORMAT
 

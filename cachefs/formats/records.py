@@ -10,7 +10,7 @@ from typing import Literal
 
 import msgspec
 
-from cachefs.formats.manifest import Directory, Pin, Symlink, Tracker
+from cachefs.formats.manifest import Close, Directory, Pin, Symlink, Tracker
 
 
 class State(StrEnum):
@@ -59,7 +59,12 @@ class AttemptRecord(msgspec.Struct, frozen=True):
     file of the save is pinned: from then on the set is fixed and rotation cannot touch it. `ordinal` orders attempts of
     a run within one epoch and is given when the open record is written (`opened_epoch` then names that epoch).
     `files` and `size` (bytes) are those of the closed set. `signal` says what closed it, `error` why it does not move
-    on or was abandoned.
+    on or was abandoned. `strength` is that of the signal.
+
+    `shared` is the id under which another daemon opened the attempt, or ours for it: "" until this member has joined
+    one, and always in what this daemon opens. `foreign` marks an attempt that this daemon owns and of which nothing is
+    in its mount. `count` members must report, `members` are their names (empty: only the number is known), `complete`
+    says that all have.
     """
 
     attempt: str
@@ -74,6 +79,7 @@ class AttemptRecord(msgspec.Struct, frozen=True):
     state: State = State.OPEN
     baselines: dict[str, Baseline | None] = {}
     signal: str = ""
+    strength: str = ""
     closed_at: float | None = None
     staged_at: float | None = None
     published_at: float | None = None
@@ -89,6 +95,41 @@ class AttemptRecord(msgspec.Struct, frozen=True):
     sealed_epoch: int | None = None
     error: str = ""
     retries: int = 0
+    shared: str = ""
+    foreign: bool = False
+    members: tuple[str, ...] = ()
+    count: int = 1
+    complete: bool = False
+
+    @property
+    def key(self) -> str:
+        """Return the attempt's id in the bucket."""
+        return self.shared or self.attempt
+
+
+class SharedRecord(msgspec.Struct, frozen=True):
+    """What this member knows of an attempt that another daemon opened, from `open.json` and its looks at the bucket.
+
+    `local` is this member's own attempt that belongs to it, "" for none. `late`: it was closed before this daemon
+    looked at the run for the first time. `close` is its close record, `report` what this member has answered, `refused`
+    why it cannot take part, `tested` the epoch of the manifest of which it has tested its share.
+    """
+
+    attempt: str
+    run: str
+    generation: str
+    kind: Literal["directory", "file"]
+    step: int
+    epoch: int
+    ordinal: int
+    members: tuple[str, ...]
+    count: int
+    late: bool = False
+    local: str = ""
+    close: Close | None = None
+    report: Pin | None = None
+    refused: str = ""
+    tested: int = 0
 
 
 class Identity(msgspec.Struct, frozen=True):
@@ -136,7 +177,8 @@ class PartRecord(msgspec.Struct, frozen=True):
 class RunRecord(msgspec.Struct, frozen=True):
     """What this daemon knows of a run: the epoch it holds (0: none), and the highest step and ordinal it has used.
 
-    `incarnation` is the daemon that `epoch` was granted to, or that lost the run to `fenced_by`.
+    `incarnation` is the daemon that `epoch` was granted to, or that lost the run to `fenced_by`. `looked` is the
+    attempt serial at this member's last look at the run's open attempts.
     """
 
     run: str
@@ -146,6 +188,7 @@ class RunRecord(msgspec.Struct, frozen=True):
     step: int = 0
     fenced_by: str = ""
     incarnation: str = ""
+    looked: int = 0
 
 
 class LooseRecord(msgspec.Struct, frozen=True):

@@ -44,6 +44,7 @@ class CloseSave(msgspec.Struct, frozen=True):
     preset: str
     signal: str
     step: int | None
+    strength: str = "A"
 
 
 class CancelSave(msgspec.Struct, frozen=True):

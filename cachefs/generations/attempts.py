@@ -80,6 +80,7 @@ def closed(txn: Txn, attempt: AttemptRecord, action: CloseSave, closed: ClosedSe
         attempt.attempt,
         preset=action.preset,
         signal=action.signal,
+        strength=action.strength,
         closed_at=clock.now(),
         files=len(kept),
         size=sum(shard.identity.size for shard in kept.values()),

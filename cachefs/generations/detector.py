@@ -82,7 +82,7 @@ class Detector(Ledger):
         """Return the open saves and what each waits for, in words."""
         return {path: save.waiting for path, save in self._saves.items()}
 
-    def close_now(self, path: bytes, now: float, view: View) -> list[Action]:
+    def close_now(self, path: bytes, now: float, view: View, why: str = "closed by hand") -> list[Action]:
         """Close a generation by hand, whatever its preset still waits for; open files are waited for all the same.
 
         A closed generation, or a directory that no preset knows, is closed as a new save. Raises InvalidError when the
@@ -97,9 +97,14 @@ class Detector(Ledger):
                 raise InvalidError("not a generation: it holds others")
             self._open(placement, now).written.update(view.names(path))
         self._saves[path].by_hand = now
+        self._saves[path].why = why
         self._saves[path].stale = False
         self._dirty.add(path)
         return self._settle(now, view)
+
+    def changed_at(self, path: bytes) -> float:
+        """Return when an open save changed last."""
+        return self._saves[path].changed
 
     def forget(self, path: bytes) -> None:
         """Drop an open save that the caller gave up; a later change starts a new one."""

@@ -89,6 +89,7 @@ class Seen(msgspec.Struct, frozen=True):
 @dataclass(slots=True)
 class Save:
     """One open save. `written` are the names changed in it, relative; `seen` the signals that fired, by preset.
+    `why` says in words who closes it `by_hand`.
 
     `stale` marks a save of a process that is gone: the next change starts another. `wake` is when to look again,
     `waiting` says what it waits for, `held` since when open files alone hold it back.
@@ -100,6 +101,7 @@ class Save:
     renamed: set[bytes] = field(default_factory=set)
     seen: dict[str, Seen] = field(default_factory=dict)
     by_hand: float | None = None
+    why: str = ""
     stale: bool = False
     wake: float | None = None
     held: float | None = None

@@ -8,6 +8,7 @@ import msgspec
 import trio
 
 from cachefs.generations.placement import Placement
+from cachefs.staging.changes import Change, Kind
 
 
 class Hints(msgspec.Struct, frozen=True):
@@ -24,9 +25,13 @@ class Hints(msgspec.Struct, frozen=True):
 
 
 class Tracked:
-    """A save being tracked: its attempt, and the two moments others wait for. `lost` when it could not be journaled."""
+    """A save being tracked: its attempt, and the two moments others wait for. `lost` when it could not be journaled.
 
-    __slots__ = ("attempt", "closing", "journaled", "lost", "placement")
+    `finished` are the paths of files that were whole at some time, `rewritten` is the monotonic time at which one of
+    them was last written again: from then on the save may be the next one of its name.
+    """
+
+    __slots__ = ("attempt", "closing", "finished", "journaled", "lost", "placement", "rewritten")
 
     def __init__(self, attempt: str, placement: Placement) -> None:
         self.attempt = attempt
@@ -34,6 +39,23 @@ class Tracked:
         self.journaled = trio.Event()
         self.closing: trio.Event | None = None
         self.lost = False
+        self.finished: set[bytes] = set()
+        self.rewritten = 0.0
+
+    def note(self, change: Change, now: float) -> None:
+        """Take in a change of a file of the save."""
+        match change.kind:
+            case Kind.CREATED | Kind.OPENED | Kind.TRUNCATED:
+                if change.path in self.finished:
+                    self.rewritten = now
+            case Kind.CLOSED if change.writers == 0:
+                self.finished.add(change.path)
+            case Kind.RENAMED | Kind.LINKED:
+                if change.path in self.finished:
+                    self.rewritten = now
+                if change.kind is Kind.RENAMED:
+                    self.finished.discard(change.old)  # a temporary name is used again for the next file
+                self.finished.add(change.path)
 
 
 async def each(waiting: list[Awaitable[None]]) -> None:

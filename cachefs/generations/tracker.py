@@ -38,6 +38,7 @@ from cachefs.generations.signals import marker_paths
 from cachefs.generations.tracked import Hints, Tracked, each
 from cachefs.generations.view import TreeView
 from cachefs.journal import Journal
+from cachefs.link import CloseSave as CloseFrom
 from cachefs.staging.changes import Change, Kind
 from cachefs.staging.pins import Pins
 from cachefs.staging.walking import open_directory
@@ -119,20 +120,23 @@ class Tracker:
         actions = self._detector.observe(change, clock.monotonic(), self._view)
         if change.kind in (Kind.REMOVED, Kind.RENAMED):
             self.early.gone(change.old or change.path)
-        if change.writers == 0 and change.kind in (Kind.CLOSED, Kind.RENAMED, Kind.LINKED) and not change.is_dir:
-            self._note_early(change.path)
+        if not change.is_dir:
+            self._note(change)
         deadline = self._detector.next_deadline()
         if deadline is not None and deadline < self._looks_at:
             self._changed.set()
         return self._carry_out(actions)
 
-    def _note_early(self, path: bytes) -> None:
-        root = path
+    def _note(self, change: Change) -> None:
+        """Tell the save around a file of its change, and the early uploads of a file that is whole."""
+        root = change.path
         while root := root.rpartition(b"/")[0]:
             save = self._saves.get(root)
             if save is not None:
-                if save.closing is None and not save.placement.temporary:
-                    self.early.closed(path, save.attempt, root)
+                save.note(change, clock.monotonic())
+                whole = change.writers == 0 and change.kind in (Kind.CLOSED, Kind.RENAMED, Kind.LINKED)
+                if whole and save.closing is None and not save.placement.temporary:
+                    self.early.closed(change.path, save.attempt, root)
                 return
 
     # ---- what follows from the detector's actions
@@ -375,6 +379,39 @@ class Tracker:
             await self._wait_closed(path, save.attempt)
         return save.attempt
 
+    async def close_from(self, close: CloseFrom) -> None:
+        """Close a save because another member saw the close signal. Nothing happens when it is closed already, or must
+        be quiet first; it is asked for again.
+
+        A save of which files were written a second time, and possibly after the signal, is abandoned: its bytes may be
+        those of the next save.
+        """
+        path, now = to_bytes(close.path), clock.monotonic()
+        save = self._saves.get(path)
+        if save is None or save.attempt != close.attempt or save.closing is not None:
+            return
+        if save.rewritten > close.since:
+            self._detector.forget(path)
+            reason = f"{close.by}; files were written again since this member last saw the attempt open"
+            await self._end(path, reason)
+        elif now - self._detector.changed_at(path) >= close.quiet:
+            waiting = self._carry_out(self._detector.close_now(path, now, self._view, close.by))
+            self._changed.set()
+            if waiting is not None:
+                await waiting
+
+    def forget_ended(self) -> None:
+        """Let go of open saves whose attempt was ended by another part of the daemon: the next change opens another."""
+        if not self._saves:
+            return
+        with self._journal.read() as txn:
+            records = {path: txn.attempts.get(save.attempt) for path, save in self._saves.items()}
+        for path, record in records.items():
+            if record is not None and record.state.final:
+                self.early.settled(record.attempt)
+                del self._saves[path]
+                self._detector.forget(path)
+
     def _check_there(self, path: bytes) -> None:
         above, _, name = path.rpartition(b"/")
         try:
@@ -408,7 +445,7 @@ class Tracker:
         """Take up the saves of an earlier process: drop pins nobody knows, close what was complete."""
         await self._journal.write(lambda txn: attempts.sweep(txn, self._pins))
         with self._journal.read() as txn:
-            known = sorted(txn.attempts.scan(), key=lambda record: record.serial)
+            known = sorted((a for a in txn.attempts.scan() if not a.foreign), key=lambda record: record.serial)
             early = [shard for shard in txn.shards.scan() if shard.early]
         self.early.resume(early)
         latest = {attempt.path: attempt for attempt in known}
@@ -431,6 +468,7 @@ class Tracker:
                 placement = self._placer.any(save.path, is_file=attempt.kind == "file")
                 tracked = self._saves[save.path] = Tracked(attempt.attempt, placement)
                 tracked.journaled.set()
+                tracked.finished = {save.path + b"/" + name for name in self._view.names(save.path)}
         waiting = self._carry_out(self._detector.resume(resumed, self._view, clock.monotonic()))
         if waiting is not None:
             await waiting

@@ -58,7 +58,8 @@ def judge(
                 if reason is not None:
                     save.waiting = f"{preset.name}: {reason}"
                     continue
-        return CloseSave(save.placement.path, preset.name, seen.label, save.placement.step)
+        strength = "A" if save.by_hand is not None else preset.strength
+        return CloseSave(save.placement.path, preset.name, seen.label, save.placement.step, strength)
     return None
 
 
@@ -86,7 +87,7 @@ def _signalled(save: Save) -> list[tuple[Preset, Seen]]:
     placement = save.placement
     if save.by_hand is not None:
         preset = next(iter(signals.applicable(save)), MANUAL)
-        return [(preset, Seen("closed by hand", placement.path, save.by_hand))]
+        return [(preset, Seen(save.why, placement.path, save.by_hand))]
     if placement.kind == "file":
         seen = save.seen.get(SINGLE_FILE)
         preset = placement.candidates[0] if placement.candidates else MANUAL

@@ -123,3 +123,17 @@ async def published_since(writes: Writes, run: str, seen: Seen, attempt: str, ep
             return published
         at = await writes.read(read_version, writes.store, writes.keys, run, prev) if prev else None
     return None
+
+
+async def left_the_list(writes: Writes, run: str, seen: Seen, attempt: str) -> Published | None:
+    """Return how an attempt that is not on the list of `seen` was published, or None when it was ended otherwise.
+
+    Reads the pointer's versions back to the last one that lists it.
+    """
+    at: Seen | None = seen
+    while at is not None and all(entry.attempt != attempt for entry in at.pointer.open):
+        published, prev = at.pointer.published, at.pointer.prev
+        if published is not None and published.attempt == attempt:
+            return published
+        at = await writes.read(read_version, writes.store, writes.keys, run, prev) if prev else None
+    return None

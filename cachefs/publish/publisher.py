@@ -6,19 +6,20 @@ Runs are independent of each other; within one run one attempt at a time moves, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 import structlog
 import trio
 
 from cachefs.errors import CachefsError, FencedError, StagingError
 from cachefs.formats.keys import Keys
-from cachefs.formats.records import AttemptRecord, State
+from cachefs.formats.records import AttemptRecord, SharedRecord, State
 from cachefs.journal import Journal, Txn
 from cachefs.publish import rules
 from cachefs.publish.ownership import Ownership
 from cachefs.publish.sealing import Completeness, no_checks
-from cachefs.publish.steps import Settings, Steps, Unpublishable, update
+from cachefs.publish.settings import Settings
+from cachefs.publish.steps import Steps, Unpublishable, update
 from cachefs.publish.writes import Pause, Writes, wait
 from cachefs.staging.pins import PinReader
 from cachefs.store.base import ObjectStore
@@ -31,6 +32,14 @@ Changed = Callable[[AttemptRecord], None]
 
 
 def _nobody(attempt: AttemptRecord) -> None:
+    pass
+
+
+TakeOver = Callable[[str], Awaitable[None]]
+"""Takes up the attempts that an earlier owner of a run left open."""
+
+
+async def _nothing(run: str) -> None:
     pass
 
 
@@ -49,7 +58,9 @@ class Publisher:
         *,
         completeness: Completeness = no_checks,
         changed: Changed = _nobody,
+        take_over: TakeOver = _nothing,
     ) -> None:
+        """`take_over` is called once for each run that this process owns, before the first step in it."""
         self._journal = journal
         self._store = store
         self._keys = keys
@@ -59,6 +70,8 @@ class Publisher:
         self._steps = Steps(journal, pins, ownership.identity, settings, completeness)
         self._changed = changed
         self._hint = trio.Event()
+        self._take_over = take_over
+        self._taken_over: set[str] = set()
         self._active: set[str] = set()
         self._failing: set[str] = set()
 
@@ -112,7 +125,12 @@ class Publisher:
         attempt = attempts[0]
         try:
             epoch = await self._ownership.acquire(run, self._writes(attempt.attempt))
-            work = rules.next_attempt(self._unfinished(run), epoch, publish=self._settings.publish)
+            if run not in self._taken_over:
+                await self._take_over(run)
+                self._taken_over.add(run)
+            work = rules.next_attempt(
+                self._unfinished(run), epoch, publish=self._settings.publish, undecided=self._undecided(run)
+            )
             if work is not None:
                 attempt, step = work
                 await self._steps.take(step, self._writes(attempt.attempt), attempt, epoch)
@@ -179,11 +197,23 @@ class Publisher:
     def _unfinished(self, run: str) -> Sequence[AttemptRecord]:
         return self._attempts(lambda attempt: attempt.run == run and not attempt.state.final)
 
+    def _undecided(self, run: str) -> set[str]:
+        """Return the generations with an attempt of other members to which a save of this one may belong."""
+        with self._journal.read() as txn:
+            seen = {record.attempt: record for record in txn.shared.scan() if record.run == run}
+        foreign = [attempt for attempt in self._unfinished(run) if attempt.foreign]
+        open_yet = [one for one in foreign if one.attempt not in seen or _is_undecided(seen[one.attempt])]
+        return {attempt.generation for attempt in open_yet}
+
     def _tell(self, attempt: str) -> None:
         with self._journal.read() as txn:
             record = txn.attempts.get(attempt)
         if record is not None:
             self._changed(record)
+
+
+def _is_undecided(record: SharedRecord) -> bool:
+    return not record.local and not record.refused and record.report is None
 
 
 def _failed(txn: Txn, attempt: str, error: str) -> None:

@@ -193,35 +193,40 @@ def next_step(attempt: AttemptRecord, epoch: int, *, publish: bool = True) -> St
     """
     if attempt.state.final:
         return Step.DONE
+    if attempt.shared:
+        return Step.WAIT  # another record of ours, or another daemon, drives it
     if attempt.opened_epoch is None:
         return Step.OPEN
     if attempt.state.rank < State.FLUSHED.rank or not publish:
         return Step.WAIT
-    if attempt.report is None:
+    if attempt.report is None and not attempt.foreign:
         return Step.REPORT
+    if not attempt.complete:
+        return Step.WAIT
     if attempt.state is State.FLUSHED or attempt.sealed_epoch != epoch:
         return Step.SEAL
     return Step.TEST if attempt.state is State.SEALED else Step.PROMOTE
 
 
 def next_attempt(
-    attempts: Sequence[AttemptRecord], epoch: int, *, publish: bool = True
+    attempts: Sequence[AttemptRecord], epoch: int, *, publish: bool = True, undecided: Collection[str] = ()
 ) -> tuple[AttemptRecord, Step] | None:
     """Return which attempt of a run to work on and its step, or None when all wait.
 
     Open records first, in serial order, so that ordinals follow the order of the saves. Then the oldest attempt: a
     closed one that is still being flushed holds back those after it, because publishing them first would refuse it for
-    its older step; one that is still being written does not.
+    its older step; one that is still being written does not, nor one that waits for other members: they send in the
+    same order. A save of an `undecided` generation is not opened: it may belong to an attempt that is open already.
     """
     ordered = sorted(attempts, key=lambda attempt: attempt.serial)
     steps = [(attempt, next_step(attempt, epoch, publish=publish)) for attempt in ordered if not attempt.state.final]
     for attempt, step in steps:
-        if step is Step.OPEN:
+        if step is Step.OPEN and (attempt.foreign or attempt.generation not in undecided):
             return attempt, step
     for attempt, step in steps:
-        if step is not Step.WAIT:
+        if step not in (Step.WAIT, Step.OPEN):
             return attempt, step
-        if attempt.closed_at is not None:
+        if attempt.closed_at is not None and attempt.state.rank < State.FLUSHED.rank:
             return None
     return None
 

@@ -16,20 +16,23 @@ import msgspec
 
 from cachefs.errors import CorruptError
 from cachefs.formats.manifest import (
+    Abandoned,
     Close,
     Directory,
     Loaded,
     Manifest,
     MemberReport,
+    MemberTest,
     Open,
     Order,
     Pin,
     ReportPin,
     Shard,
     TestEvidence,
+    Tracker,
     tree_digest,
 )
-from cachefs.formats.records import AttemptRecord, ShardRecord
+from cachefs.formats.records import AttemptRecord, ShardRecord, SharedRecord
 from cachefs.restore.layout import check_manifest
 from cachefs.restore.shards import Source
 
@@ -50,8 +53,12 @@ def rfc3339(seconds: float) -> str:
     return datetime.fromtimestamp(int(seconds), UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
-def opening(attempt: AttemptRecord, *, epoch: int, ordinal: int, owner: str, members: Sequence[str]) -> Open:
-    """Return `open.json`: the set of members whose reports the manifest will need is fixed here (I16)."""
+def opening(
+    attempt: AttemptRecord, *, epoch: int, ordinal: int, owner: str, members: Sequence[str], count: int
+) -> Open:
+    """Return `open.json`: the set of members whose reports the manifest will need is fixed here (I16), or their number
+    when their names are not known.
+    """
     return Open(
         run=attempt.run,
         generation=attempt.generation,
@@ -61,7 +68,7 @@ def opening(attempt: AttemptRecord, *, epoch: int, ordinal: int, owner: str, mem
         ordinal=ordinal,
         owner=owner,
         members=tuple(sorted(members)),
-        count=len(members),
+        count=count,
         kind=attempt.kind,
         opened_at=rfc3339(attempt.opened_at),
     )
@@ -71,7 +78,7 @@ def same_open(theirs: Open, ours: Open) -> bool:
     """An attempt id is never used twice, so an open record that stands was written by an earlier process of ours: its
     epoch, ordinal and owner hold.
     """
-    names = ("run", "generation", "attempt", "step", "members", "kind")
+    names = ("run", "generation", "attempt", "step", "members", "count", "kind")
     return theirs.epoch <= ours.epoch and all(getattr(theirs, name) == getattr(ours, name) for name in names)
 
 
@@ -80,10 +87,11 @@ def closing(attempt: AttemptRecord, member: str) -> Close:
     return Close(
         run=attempt.run,
         generation=attempt.generation,
-        attempt=attempt.attempt,
+        attempt=attempt.key,
         member=member,
         preset=attempt.preset,
         signal=attempt.signal,
+        strength=attempt.strength,
         closed_at=rfc3339(attempt.closed_at if attempt.closed_at is not None else attempt.opened_at),
     )
 
@@ -103,7 +111,7 @@ def report(
     return MemberReport(
         run=attempt.run,
         generation=attempt.generation,
-        attempt=attempt.attempt,
+        attempt=attempt.key,
         member=member,
         host=host,
         writer=writer,
@@ -111,6 +119,20 @@ def report(
         symlinks=tuple(sorted(attempt.symlinks, key=lambda link: link.path)),
         directories=tuple(sorted(attempt.directories, key=lambda entry: entry.path)),
         trackers=tuple(sorted(attempt.trackers, key=lambda tracker: tracker.path)),
+    )
+
+
+def empty_report(record: SharedRecord, *, member: str, host: str, writer: str, error: str = "") -> MemberReport:
+    """Return the report of a member that has nothing of a save, or with `error` cannot take part in its attempt."""
+    return MemberReport(
+        run=record.run,
+        generation=record.generation,
+        attempt=record.attempt,
+        member=member,
+        host=host,
+        writer=writer,
+        shards=(),
+        error=error,
     )
 
 
@@ -138,22 +160,38 @@ def _shard(record: ShardRecord, member: str) -> Shard:
 
 
 def manifest(
-    opened: Open, closed: Close, reports: Sequence[tuple[MemberReport, Pin]], *, epoch: int, owner: str, sealed_at: str
+    opened: Open,
+    closed: Close,
+    reports: Sequence[tuple[MemberReport, Pin]],
+    *,
+    place: Callable[[str], str],
+    epoch: int,
+    owner: str,
+    sealed_at: str,
 ) -> Manifest:
     """Return the manifest of an attempt from the reports of exactly the members that `open.json` declares.
 
-    Raises CorruptError when the set is not exact, a report speaks of another save, or the paths of all members together
-    are not one sound tree (restore/layout.py).
+    `place` is the prefix of a member's shards in this attempt. A file that several members have is taken once, if its
+    bytes are the same. Raises CorruptError, which names the member, when the set is not exact, a member cannot take
+    part, a report speaks of another save or of shards outside their place, or the paths of all members together are not
+    one sound tree (restore/layout.py).
     """
     named = [member_report.member for member_report, _ in reports]
-    if Counter(named) != Counter(opened.members):
-        raise CorruptError(f"reports of members {sorted(named)}, expected exactly {sorted(opened.members)}")
+    expected = f"exactly {sorted(opened.members)}" if opened.members else f"{opened.count} different ones"
+    exact = Counter(named) == Counter(opened.members) if opened.members else len(set(named)) == len(named)
+    if not exact or len(named) != opened.count:
+        raise CorruptError(f"reports of members {sorted(named)}, expected {expected}")
     for member_report, pin in reports:
+        if member_report.error:
+            raise CorruptError(f"member {member_report.member} cannot take part: {member_report.error}")
         save = (member_report.run, member_report.generation, member_report.attempt)
         if save != (opened.run, opened.generation, opened.attempt):
             raise CorruptError(f"{pin.key} is a report of another save than {opened.generation}")
         if any(shard.member != member_report.member for shard in member_report.shards):
             raise CorruptError(f"{pin.key} reports shards of another member")
+        foreign = [shard for shard in member_report.shards if not shard.pin.key.startswith(place(member_report.member))]
+        if foreign:
+            raise CorruptError(f"{pin.key} reports {foreign[0].paths[0]} with the bytes of another attempt")
     parts = [member_report for member_report, _ in reports]
     sealed = Manifest(
         run=opened.run,
@@ -165,14 +203,36 @@ def manifest(
         owner=owner,
         preset=closed.preset,
         members=tuple(sorted((ReportPin(r.member, pin) for r, pin in reports), key=lambda entry: entry.member)),
-        shards=tuple(sorted((s for r in parts for s in r.shards), key=lambda shard: shard.paths)),
+        shards=_shards(parts),
         symlinks=tuple(sorted({s for r in parts for s in r.symlinks}, key=lambda link: link.path)),
         directories=_directories(parts),
-        trackers=tuple(sorted({t for r in parts for t in r.trackers}, key=lambda entry: entry.path)),
+        trackers=_trackers(parts, closed.member),
         sealed_at=sealed_at,
     )
     check_manifest(sealed)
     return sealed
+
+
+def _shards(parts: Sequence[MemberReport]) -> tuple[Shard, ...]:
+    """Every file once: a file that every node writes (a configuration, a tokenizer) is the same on all of them."""
+    found: dict[tuple[str, ...], Shard] = {}
+    for one in sorted((s for r in parts for s in r.shards), key=lambda shard: (shard.paths, shard.member)):
+        first = found.setdefault(one.paths, one)
+        if (first.pin.sha256, first.pin.size) != (one.pin.sha256, one.pin.size):
+            raise CorruptError(
+                f"members {first.member} and {one.member} have different bytes in {one.paths[0]}",
+                hint="ranks on different nodes wrote the same file name: give each rank its own",
+            )
+    return tuple(found.values())
+
+
+def _trackers(parts: Sequence[MemberReport], closer: str) -> tuple[Tracker, ...]:
+    """Each tracker once, as the member that saw the close signal has it, or else the first that has one."""
+    found: dict[str, Tracker] = {}
+    for one in sorted(parts, key=lambda part: (part.member != closer, part.member)):
+        for tracker in one.trackers:
+            found.setdefault(tracker.path, tracker)
+    return tuple(found[path] for path in sorted(found))
 
 
 def _directories(parts: Sequence[MemberReport]) -> tuple[Directory, ...]:
@@ -196,6 +256,7 @@ def evidence(
     member: str,
     checks: Sequence[str],
     at: str,
+    testers: Sequence[str] = (),
     loaded: Loaded | None = None,
 ) -> TestEvidence:
     """Return `test.json` for a manifest whose restore test has passed; `loaded` makes it one of the level `load`."""
@@ -211,6 +272,7 @@ def evidence(
         bytes=sealed.size,
         checks=tuple(checks),
         tested_at=at,
+        testers=tuple(testers),
         loaded=loaded,
     )
 
@@ -218,3 +280,44 @@ def evidence(
 def same_evidence(theirs: TestEvidence, ours: TestEvidence) -> bool:
     """Return whether evidence speaks of the same manifest; any passed test of it will do."""
     return theirs.manifest == ours.manifest
+
+
+def member_test(
+    sealed: Manifest, pin: Pin, shards: Sequence[Shard], *, level: str, member: str, error: str, at: str
+) -> MemberTest:
+    """Return the evidence of one member's share of a restore test; `error` says what was wrong."""
+    return MemberTest(
+        run=sealed.run,
+        generation=sealed.generation,
+        attempt=sealed.attempt,
+        manifest=pin,
+        member=member,
+        level="checksum" if level == "checksum" else "bytes",
+        shards=len(shards),
+        bytes=sum(shard.pin.size for shard in shards),
+        error=error,
+        tested_at=at,
+    )
+
+
+def same_test(theirs: MemberTest, ours: MemberTest) -> bool:
+    """Return whether a share was tested before: of the same manifest, with the same result."""
+    return (theirs.manifest, bool(theirs.error)) == (ours.manifest, bool(ours.error))
+
+
+def ended(attempt: AttemptRecord, *, epoch: int, owner: str, at: str) -> Abandoned:
+    """Return `abandoned.json`."""
+    return Abandoned(
+        run=attempt.run,
+        generation=attempt.generation,
+        attempt=attempt.key,
+        epoch=epoch,
+        owner=owner,
+        reason=attempt.error,
+        ended_at=at,
+    )
+
+
+def same_end(theirs: Abandoned, ours: Abandoned) -> bool:
+    """An attempt ends once; whichever owner said so first is heard."""
+    return (theirs.run, theirs.attempt) == (ours.run, ours.attempt)

@@ -7,7 +7,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -20,31 +20,16 @@ from cachefs.formats.records import AttemptRecord, RunRecord, State
 from cachefs.journal import Journal, Txn
 from cachefs.publish import loading, promotion, sealing
 from cachefs.publish.promotion import Identity
-from cachefs.publish.restoretest import check_pinned, check_stored, read_back
+from cachefs.publish.restoretest import check_pinned, check_stored
 from cachefs.publish.rules import Refused, Step, hidden, releasable
 from cachefs.publish.sealing import Completeness
+from cachefs.publish.settings import Settings, expected
+from cachefs.publish.sharing import share_test
 from cachefs.publish.writes import Writes, pin_of
 from cachefs.restore.reader import read_pinned
 from cachefs.staging.pins import PinReader
 
 T = TypeVar("T", bound=msgspec.Struct)
-
-
-class Settings(msgspec.Struct, frozen=True):
-    """How this daemon publishes. `level` of the restore test; `tick` in seconds; `ranges`: whether the store honours
-    ranges of a version (the probe says so); `publish` False: open and flush only.
-    """
-
-    member: str
-    host: str = ""
-    writer: str = ""
-    level: Literal["checksum", "bytes"] = "bytes"
-    workers: int = 4
-    tick: float = 5.0
-    ranges: bool = True
-    publish: bool = True
-    load: loading.Load | None = None
-    """For the level `load`, which is `bytes` and then this."""
 
 
 class Unpublishable(RestoreTestFailed):
@@ -82,8 +67,9 @@ class Steps:
         with self._journal.read() as txn:
             record = txn.runs.get(attempt.run) or RunRecord(attempt.run)
             ended = {one.attempt for one in txn.attempts.scan() if one.run == attempt.run and one.state.final}
+        names, count = expected(attempt, self._settings)
         ours = sealing.opening(
-            attempt, epoch=epoch, ordinal=record.ordinal + 1, owner=self._who.owner, members=[self._settings.member]
+            attempt, epoch=epoch, ordinal=record.ordinal + 1, owner=self._who.owner, members=names, count=count
         )
         key = writes.keys.open(attempt.run, attempt.attempt)
         with _condemns("open.json"):
@@ -104,7 +90,8 @@ class Steps:
             await writes.create(keys.close(attempt.run, attempt.attempt), close, sealing.same_close)
             key = keys.member(attempt.run, attempt.attempt, settings.member)
             _, pin = await writes.create(key, ours, sealing.same_report)
-        await self._moved(attempt, report=pin)
+        alone = attempt.count == 1 and attempt.members in ((), (settings.member,))
+        await self._moved(attempt, report=pin, complete=alone)
 
     async def _seal(self, writes: Writes, attempt: AttemptRecord, epoch: int) -> None:
         run, keys = attempt.run, writes.keys
@@ -121,7 +108,13 @@ class Steps:
             shards = txn.shards_of(attempt.attempt)
         with _condemns("manifest"):
             ours = sealing.manifest(
-                opened, closed, reports, epoch=epoch, owner=self._who.owner, sealed_at=self._who.at()
+                opened,
+                closed,
+                reports,
+                place=lambda member: keys.shards(run, attempt.attempt, member),
+                epoch=epoch,
+                owner=self._who.owner,
+                sealed_at=self._who.at(),
             )
             await writes.hop(
                 check_pinned, self._completeness, ours, self._pins, shards, writes.store, ranges=self._settings.ranges
@@ -140,7 +133,7 @@ class Steps:
         closed, _ = await self._small(writes, writes.keys.close(attempt.run, attempt.attempt), Close)
         reports: list[tuple[MemberReport, Pin]] = []
         missing: list[str] = []
-        for member in opened.members:
+        for member in opened.members or await self._reported(writes, attempt):
             key = writes.keys.member(attempt.run, attempt.attempt, member)
             try:
                 reports.append(await self._small(writes, key, MemberReport))
@@ -149,6 +142,11 @@ class Steps:
         if missing:
             raise PendingError(f"waits for the reports of {', '.join(missing)}")
         return opened, closed, reports
+
+    async def _reported(self, writes: Writes, attempt: AttemptRecord) -> list[str]:
+        keys = writes.keys
+        listing = await writes.read(writes.store.list, keys.members(attempt.run, attempt.attempt))
+        return [keys.name_of(key) for key in listing.keys]
 
     async def _small(self, writes: Writes, key: str, kind: type[T]) -> tuple[T, Pin]:
         found = await writes.read(writes.store.get, key)
@@ -163,7 +161,7 @@ class Steps:
             raise Unpublishable("sealed without a manifest: the journal is damaged")
         with _condemns("restore test"):
             manifest = decode(await writes.read(read_pinned, writes.store, pin), Manifest, pin.key)
-            await read_back(writes, manifest, settings.level, workers=settings.workers, ranges=settings.ranges)
+            testers = await share_test(writes, manifest, pin, settings)
             checks = await check_stored(writes, self._completeness, manifest, ranges=settings.ranges)
             how, loaded = settings.load, None
             if how is not None:
@@ -175,6 +173,7 @@ class Steps:
                 member=settings.member,
                 checks=checks,
                 at=self._who.at(),
+                testers=testers,
                 loaded=loaded,
             )
             key = writes.keys.test(attempt.run, attempt.attempt, opened=attempt.opened_epoch, sealed=epoch)
@@ -198,17 +197,16 @@ class Steps:
         await self._published(writes, attempt, outcome)
 
     async def _published(self, writes: Writes, attempt: AttemptRecord, published: Published) -> None:
-        await self._journal.write(lambda txn: _published(txn, attempt.attempt, published))
+        await self._journal.write(lambda txn: record_published(txn, attempt.attempt, published))
         await self.release(writes, attempt.run)
 
     async def release(self, writes: Writes, run: str) -> None:
         """Drop the pins and shard records of all attempts of a run that need them no more. May be repeated."""
         with self._journal.read() as txn:
-            attempts = [attempt for attempt in txn.attempts.scan() if attempt.run == run]
-            ids = releasable(attempts)
+            ids = releasable([attempt for attempt in txn.attempts.scan() if attempt.run == run])
             listed = any(txn.shards_of(ident) for ident in ids)
         if listed:
-            await self._journal.write(lambda txn: _forget_shards(txn, ids))
+            await self._journal.write(lambda txn: forget_shards(txn, run))
         # Pins go after their records: a record without its pin would read as damage, a pin without a record is swept.
         # For use in one process: where another process owns the pins (PinReader) this does nothing, and that one drops
         # the pins of attempts that are over and have no records.
@@ -241,10 +239,19 @@ def _opened(txn: Txn, attempt: AttemptRecord, standing: Open, epoch: int) -> Non
         record = txn.runs.get(attempt.run) or RunRecord(attempt.run)
         ordinal = max(record.ordinal, standing.ordinal)
         txn.runs.put(attempt.run, msgspec.structs.replace(record, ordinal=ordinal))
-    update(txn, attempt.attempt, opened_epoch=standing.epoch, ordinal=standing.ordinal, error="", retries=0)
+    update(
+        txn,
+        attempt.attempt,
+        opened_epoch=standing.epoch,
+        ordinal=standing.ordinal,
+        members=standing.members,
+        count=standing.count,
+        error="",
+        retries=0,
+    )
 
 
-def _published(txn: Txn, attempt: str, published: Published) -> None:
+def record_published(txn: Txn, attempt: str, published: Published) -> None:
     """Record a publication, also of an attempt that was abandoned meanwhile: the pointer decides, and was read back."""
     if txn.attempts.get(attempt) is not None:
         txn.update_attempt(
@@ -257,8 +264,9 @@ def _published(txn: Txn, attempt: str, published: Published) -> None:
         )
 
 
-def _forget_shards(txn: Txn, attempts: list[str]) -> None:
-    for attempt in attempts:
+def forget_shards(txn: Txn, run: str) -> None:
+    """Drop the shard records of all attempts of a run that need them no more (rules.releasable)."""
+    for attempt in releasable([attempt for attempt in txn.attempts.scan() if attempt.run == run]):
         for shard in txn.shards_of(attempt):
             txn.drop_shard(shard)
 

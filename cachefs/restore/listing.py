@@ -25,12 +25,22 @@ def runs(store: StoreReads, keys: Keys) -> Iterator[Run]:
 
     Raises the store's errors; a listing is complete or an error.
     """
+    for name in _names(store, keys):
+        yield _run(store, keys, name)
+
+
+def names(store: StoreReads, keys: Keys) -> list[str]:
+    """Return the names of the runs of a store in key order. Costs one listing per directory of runs."""
+    return list(_names(store, keys))
+
+
+def _names(store: StoreReads, keys: Keys) -> Iterator[str]:
     waiting = [keys.runs()]
     while waiting:
         prefix = waiting.pop()
         listing = store.list(prefix, delimiter="/")
         if f"{prefix}pointer.json" in listing.keys:
-            yield _run(store, keys, keys.run_of(prefix))
+            yield keys.run_of(prefix)
         # These names belong to us, never to a run (formats/keys.py).
         ours = {f"{prefix}{name}/" for name in ("attempts", "leases", "loose", "wanted")}
         waiting.extend(sorted((below for below in listing.prefixes if below not in ours), reverse=True))

@@ -18,7 +18,7 @@ from cachefs.journal import Journal, Txn
 from cachefs.publish.ownership import Ownership
 from cachefs.publish.publisher import Publisher
 from cachefs.publish.sealing import Completeness, no_checks
-from cachefs.publish.steps import Settings
+from cachefs.publish.settings import Settings
 from cachefs.publish.writes import Writes
 from cachefs.restore.reader import history, load_manifest, read_pointer
 from cachefs.staging.layout import Staging

@@ -214,11 +214,16 @@ PIN = Pin("k", "v", 1, "d")
         (record(1, State.OPEN, opened_epoch=1), Step.WAIT),
         (record(1, State.STAGED, opened_epoch=1), Step.WAIT),
         (record(1, State.FLUSHED, opened_epoch=1), Step.REPORT),
-        (record(1, State.FLUSHED, opened_epoch=1, report=PIN), Step.SEAL),
-        (record(1, State.SEALED, opened_epoch=1, report=PIN, sealed_epoch=2), Step.TEST),
-        (record(1, State.SEALED, opened_epoch=1, report=PIN, sealed_epoch=1), Step.SEAL),
-        (record(1, State.TESTED, opened_epoch=1, report=PIN, sealed_epoch=1), Step.SEAL),
-        (record(1, State.TESTED, opened_epoch=1, report=PIN, sealed_epoch=2), Step.PROMOTE),
+        (record(1, State.FLUSHED, opened_epoch=1, report=PIN), Step.WAIT),
+        (record(1, State.FLUSHED, opened_epoch=1, report=PIN, complete=True), Step.SEAL),
+        (record(1, State.FLUSHED, opened_epoch=1, foreign=True, complete=True), Step.SEAL),
+        (record(1, State.FLUSHED, opened_epoch=1, foreign=True), Step.WAIT),
+        (record(1, State.FLUSHED, opened_epoch=1, shared="x"), Step.WAIT),
+        (record(1, State.OPEN, opened_epoch=1, foreign=True), Step.WAIT),
+        (record(1, State.SEALED, opened_epoch=1, report=PIN, complete=True, sealed_epoch=2), Step.TEST),
+        (record(1, State.SEALED, opened_epoch=1, report=PIN, complete=True, sealed_epoch=1), Step.SEAL),
+        (record(1, State.TESTED, opened_epoch=1, report=PIN, complete=True, sealed_epoch=1), Step.SEAL),
+        (record(1, State.TESTED, opened_epoch=1, report=PIN, complete=True, sealed_epoch=2), Step.PROMOTE),
         (record(1, State.PUBLISHED, opened_epoch=1), Step.DONE),
         (record(1, State.ABANDONED), Step.DONE),
     ],
@@ -232,7 +237,7 @@ def test_next_step_in_epoch_two(given_record: AttemptRecord, step: Step) -> None
 states = st.sampled_from(list(State)[:-1])
 records = st.lists(st.tuples(states, st.booleans()), max_size=6).map(
     lambda given: [
-        record(serial, state, opened_epoch=1 if opened else None, report=PIN, sealed_epoch=1)
+        record(serial, state, opened_epoch=1 if opened else None, report=PIN, complete=True, sealed_epoch=1)
         for serial, (state, opened) in enumerate(given)
     ]
 )

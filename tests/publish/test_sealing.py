@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from cachefs.errors import CorruptError
 from cachefs.formats.codec import encode
-from cachefs.formats.manifest import Directory, MemberReport, Open, Pin, Symlink
+from cachefs.formats.manifest import Directory, MemberReport, Open, Pin, Symlink, Tracker
 from cachefs.formats.records import AttemptRecord, Identity, ShardRecord, State
 from cachefs.publish import sealing
 
@@ -29,7 +29,7 @@ ATTEMPT = AttemptRecord(
     state=State.FLUSHED,
     closed_at=60.0,
 )
-OPEN = sealing.opening(ATTEMPT, epoch=3, ordinal=2, owner="n1/x", members=["n2", "n1"])
+OPEN = sealing.opening(ATTEMPT, epoch=3, ordinal=2, owner="n1/x", members=["n2", "n1"], count=2)
 
 
 def shard(path: str, data: bytes = b"data", **fields: Any) -> ShardRecord:
@@ -49,12 +49,22 @@ def shard(path: str, data: bytes = b"data", **fields: Any) -> ShardRecord:
 
 
 def report(member: str, *paths: str, attempt: AttemptRecord = ATTEMPT) -> tuple[MemberReport, Pin]:
-    made = sealing.report(attempt, [shard(path) for path in paths], member=member, host="h", writer="w")
+    shards = [shard(path, **{"pin": pin(path, member)}) for path in paths]
+    made = sealing.report(attempt, shards, member=member, host="h", writer="w")
     return made, Pin(f"members/{member}", "v", 1, "d")
 
 
+def pin(path: str, member: str, data: bytes = b"data") -> Pin:
+    return Pin(f"{place(member)}{path}", "v1", len(data), hashlib.sha256(data).hexdigest())
+
+
+def place(member: str) -> str:
+    return f"attempts/t/shards/{member}/"
+
+
 def seal(*reports: tuple[MemberReport, Pin], opened: Open = OPEN) -> Any:
-    return sealing.manifest(opened, sealing.closing(ATTEMPT, "n1"), reports, epoch=4, owner="n1/y", sealed_at="now")
+    closed = sealing.closing(ATTEMPT, "n1")
+    return sealing.manifest(opened, closed, reports, place=place, epoch=4, owner="n1/y", sealed_at="now")
 
 
 @given(st.permutations(["a", "b", "c/d"]))
@@ -78,9 +88,62 @@ def test_the_set_of_members_is_exact(members: list[str]) -> None:
         seal(*(report(member, f"{member}-{number}") for number, member in enumerate(members)))
 
 
-def test_two_members_with_one_path() -> None:
-    with pytest.raises(CorruptError, match="'same' is twice"):
-        seal(report("n1", "same"), report("n2", "same"))
+COUNTED = msgspec.structs.replace(OPEN, members=(), count=2)
+
+
+@pytest.mark.parametrize("members", [["n1"], ["n1", "n2", "n3"], ["n1", "n1"], []])
+def test_the_number_of_members_is_exact_where_their_names_are_not_known(members: list[str]) -> None:
+    with pytest.raises(CorruptError, match="expected 2 different ones"):
+        seal(*(report(member, f"{member}-{n}") for n, member in enumerate(members)), opened=COUNTED)
+    assert len(seal(report("any", "a"), report("other", "b"), opened=COUNTED).shards) == 2
+
+
+def test_a_file_that_every_member_writes_is_taken_once() -> None:
+    manifest = seal(report("n2", "config.json", "b"), report("n1", "config.json", "a"))
+    assert [(entry.paths[0], entry.member) for entry in manifest.shards] == [
+        ("a", "n1"), ("b", "n2"), ("config.json", "n1"),
+    ]  # fmt: skip
+
+
+def test_members_with_different_bytes_in_one_path() -> None:
+    other = hashlib.sha256(b"else")
+    made = sealing.report(
+        ATTEMPT,
+        [shard("same", digests=(other.digest(),), pin=Pin(f"{place('n2')}same", "v1", 4, other.hexdigest()))],
+        member="n2",
+        host="",
+        writer="",
+    )
+    with pytest.raises(CorruptError, match="members n1 and n2 have different bytes in same"):
+        seal(report("n1", "same"), (made, Pin("members/n2", "v", 1, "d")))
+
+
+def test_two_members_with_one_path_as_file_and_directory() -> None:
+    with pytest.raises(CorruptError, match="same"):
+        seal(report("n1", "same"), report("n2", "same/file"))
+
+
+def test_a_member_that_cannot_take_part() -> None:
+    made, at = report("n2")
+    refused = msgspec.structs.replace(made, error="its disk is gone")
+    with pytest.raises(CorruptError, match="member n2 cannot take part: its disk is gone"):
+        seal(report("n1", "a"), (refused, at))
+
+
+def test_the_bytes_of_another_attempt_are_refused() -> None:
+    """Its report names our attempt, its shards lie in another one."""
+    stray = shard("b", pin=Pin("attempts/u/shards/n2/b", "v1", 4, hashlib.sha256(b"data").hexdigest()))
+    made = sealing.report(ATTEMPT, [stray], member="n2", host="", writer="")
+    with pytest.raises(CorruptError, match="members/n2 reports b with the bytes of another attempt"):
+        seal(report("n1", "a"), (made, Pin("members/n2", "v", 1, "d")))
+
+
+def test_trackers_are_those_of_the_member_that_closed() -> None:
+    first, second = (
+        msgspec.structs.replace(ATTEMPT, trackers=(Tracker("latest", content),)) for content in (b"5", b"7")
+    )
+    manifest = seal(report("n1", "a", attempt=second), report("n2", "b", attempt=first))
+    assert manifest.trackers == (Tracker("latest", b"7"),)
 
 
 def test_a_report_of_another_save() -> None:

@@ -1,0 +1,55 @@
+"""How this daemon publishes, and whose reports its attempts need."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from cachefs.formats.records import AttemptRecord
+from cachefs.publish.loading import Load
+
+
+class Settings(msgspec.Struct, frozen=True):
+    """How this daemon publishes. `level` of the restore test; `tick` in seconds; `ranges`: whether the store honours
+    ranges of a version (the probe says so); `publish` False: open and flush only.
+
+    `count` members must report, `names` are theirs where they are known; the `owner` opens, seals and promotes.
+    Seconds: `poll` between two looks at what other members do, while nothing is open; `absent_after` is how long a
+    member without files of a closed save waits before it says so; `deadline` is the longest wait for the members'
+    reports.
+    """
+
+    member: str
+    host: str = ""
+    writer: str = ""
+    names: tuple[str, ...] = ()
+    count: int = 1
+    owner: bool = True
+    poll: float = 15.0
+    absent_after: float = 10.0
+    deadline: float = 3600.0
+    level: Literal["checksum", "bytes"] = "bytes"
+    workers: int = 4
+    tick: float = 5.0
+    ranges: bool = True
+    publish: bool = True
+    load: Load | None = None
+    """For the level `load`, which is `bytes` and then this."""
+
+    @property
+    def bytes_level(self) -> Literal["checksum", "bytes"]:
+        """Return how shards are read back."""
+        return "checksum" if self.level == "checksum" else "bytes"
+
+
+def expected(attempt: AttemptRecord, settings: Settings) -> tuple[tuple[str, ...], int]:
+    """Return the names (if they are known) and the number of the members whose reports an attempt needs.
+
+    A generation that is a single file is one member's.
+    """
+    if attempt.foreign:
+        return attempt.members, attempt.count
+    if attempt.kind == "file" or settings.count == 1:
+        return (settings.names or (settings.member,))[:1] if settings.count == 1 else (settings.member,), 1
+    return settings.names, settings.count
