@@ -136,6 +136,9 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     member_deadline: Annotated[
         float, _seconds("longest wait for the reports of all members; then the save is abandoned", least=1)
     ] = 3600.0
+    probe_interval: Annotated[
+        float, _seconds("time between two looks whether the store still honours conditions, `0` for none")
+    ] = 900.0
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"],
         _text("least severity that is logged: debug, info, warning, error"),

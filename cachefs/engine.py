@@ -99,6 +99,8 @@ class CountingHop:
         """Requests by "operation outcome"."""
         self.health = "ok"
         """`ok`, or the last problem of the store in words."""
+        self.failed: Callable[[CachefsError], None] = lambda error: None
+        """Hears of every error."""
 
     async def __call__(self, fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Run the call in a worker thread. Raises what it raises."""
@@ -107,6 +109,7 @@ class CountingHop:
         try:
             result = await self._threads(fn, *args, **kwargs)
         except CachefsError as error:
+            self.failed(error)
             outcome = error.reason if isinstance(error, UnavailableError) else type(error).__name__
             missing = isinstance(error, NotFoundError) and request and fn.__name__ in _WRITES
             if missing or isinstance(error, UnavailableError | DeniedError):
@@ -135,7 +138,8 @@ class Engine:
         self._store = store_of(config)
         self._keys = Keys(self._store.prefix)
         self._hop = CountingHop(self._store, threads(config))
-        self._gate = Gate(self._store, ranges=start.ranges, blocked=start.blocked)
+        self._gate = Gate(self._store, ranges=start.ranges, blocked=start.blocked, interval=config.probe_interval)
+        self._hop.failed = self._gate.suspect
         self._stager = Stager(self._journal, self._pins, self._tree_fd, staged=self._staged)
         self._flusher = Flusher(
             self._journal,
@@ -204,11 +208,22 @@ class Engine:
         self._wake_publisher()
 
     async def _publish(self) -> None:
-        """Flush and publish, once the gate is open."""
+        """Flush and publish while the gate is open. What is cut short goes on from the journal when it opens again."""
+        while True:
+            ranges = await self._gate.wait_open(self._hop)
+            # Nobody shall read that the gate is closed after a save was published.
+            self._link.send_nowait(self._figures())
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._work, ranges)
+                await self._gate.watch(self._hop)
+                nursery.cancel_scope.cancel()
+            self._publisher = self._looking = None
+            self._link.send_nowait(self._figures())
+
+    async def _work(self, ranges: bool) -> None:
+        """Flush and publish."""
         config = self._config
         await self._hop(loading.sweep, config.staging / "load")
-        ranges = await self._gate.wait_open(self._hop)
-        self._link.send_nowait(self._figures())  # nobody shall read that the gate is closed after a save was published
         settings = self._settings(ranges)
         async with trio.open_nursery() as nursery:
             await nursery.start(self._flusher.run)
@@ -278,6 +293,7 @@ class Engine:
             completeness=completeness,
             changed=lambda _attempt: self._flusher.wake(),
             take_over=collector.take_over,
+            confirm=self._gate.confirm,
         )
         await nursery.start(self._publisher.run)
         return collector

@@ -136,7 +136,10 @@ class Supervisor:
         channel: link.Link[link.ToMount] = link.Link(
             trio.SocketStream(trio.socket.from_stdlib_socket(ours)), link.ToMount
         )
-        channel.send_nowait(self._start)
+        start = self._start
+        if self.figures.blocked:  # the gate had closed: another engine has to find it open first
+            start = msgspec.structs.replace(start, ranges=None, blocked=self.figures.blocked)
+        channel.send_nowait(start)
         self._link = channel
         try:
             async with trio.open_nursery() as nursery:

@@ -83,6 +83,11 @@ class Exchange:
         with self._handler.server.conditional if conditional else nullcontext():
             return self._forward()
 
+    def strip(self, *headers: str) -> None:
+        """Take headers off the request."""
+        for name in headers:
+            del self._handler.headers[name]
+
     def _forward(self) -> Answer:
         upstream = urlsplit(self._handler.server.upstream)
         connection = http.client.HTTPConnection(upstream.hostname or "", upstream.port, timeout=PATIENCE)
@@ -184,6 +189,16 @@ def slow(seconds: float, then: Action = passed) -> Action:
         then(exchange)
 
     return wait
+
+
+def stripped(*headers: str) -> Action:
+    """The server sees the request without these headers, as one that ignores them would."""
+
+    def strip(exchange: Exchange) -> None:
+        exchange.strip(*headers)
+        passed(exchange)
+
+    return strip
 
 
 class Hold:

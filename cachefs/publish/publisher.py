@@ -43,6 +43,14 @@ async def _nothing(run: str) -> None:
     pass
 
 
+Confirm = Callable[[Exception], Awaitable[None]]
+"""Returns when an error is no sign that the store is another one than has passed the probe; else it is cancelled."""
+
+
+async def _sure(error: Exception) -> None:
+    pass
+
+
 class Publisher:
     """Publishes the attempts in the journal. `completeness` checks formats; `changed` hears of every change."""
 
@@ -59,8 +67,11 @@ class Publisher:
         completeness: Completeness = no_checks,
         changed: Changed = _nobody,
         take_over: TakeOver = _nothing,
+        confirm: Confirm = _sure,
     ) -> None:
-        """`take_over` is called once for each run that this process owns, before the first step in it."""
+        """`take_over` is called once for each run that this process owns, before the first step in it; `confirm` before
+        an attempt is given up for what the store has answered.
+        """
         self._journal = journal
         self._store = store
         self._keys = keys
@@ -72,6 +83,7 @@ class Publisher:
         self._hint = trio.Event()
         self._take_over = take_over
         self._taken_over: set[str] = set()
+        self._confirm = confirm
         self._active: set[str] = set()
         self._failing: set[str] = set()
 
@@ -150,6 +162,7 @@ class Publisher:
         return True
 
     async def _abandon(self, attempt: AttemptRecord, error: Unpublishable) -> None:
+        await self._confirm(error)
         reason = str(error)
         _log.error("generation abandoned", path=attempt.path, attempt=attempt.attempt, reason=reason)
         await self._journal.write(lambda txn: update(txn, attempt.attempt, state=State.ABANDONED, error=reason))
@@ -173,6 +186,7 @@ class Publisher:
             _log.warning("publication waits", attempt=attempt, error=str(error), hint=getattr(error, "hint", ""))
         await self._journal.write(lambda txn: _failed(txn, attempt, str(error)))
         self._tell(attempt)
+        await self._confirm(error)
         await trio.sleep(wait(retries))
 
     async def _recovered(self, attempt: str) -> None:

@@ -26,6 +26,8 @@ from cachefs.store.base import ObjectStore
 from cachefs.store.probechecks import QUESTIONS, Bench, Question
 
 TRIES = 3
+WATCHED = frozenset({"P0", "P1", "P2", "P5", "P6", "P8", "P8r"})
+"""The checks that are repeated while a mount publishes: few requests, and none that only many at once can answer."""
 LEFTOVER_AGE = 86400.0
 """Age, seconds by the store's clock, after which objects of an earlier probe are removed."""
 
@@ -101,16 +103,25 @@ def probe(store: ObjectStore) -> ProbeReport:
             return ProbeReport(store.url, checks, tries)
 
 
+def watch_probe(store: ObjectStore) -> ProbeReport:
+    """Ask again what a store that has passed the probe may have lost since: there may be another server behind the
+    address, a gateway of another version, or versioning was suspended. Some 15 requests, one try. Raises as `probe`.
+    """
+    prefix = Keys(store.prefix).probe(clock.new_id())
+    checks = tuple(_answers(Bench(store, prefix), [question for question in QUESTIONS if question.id in WATCHED]))
+    return ProbeReport(store.url, (*checks, _clean(store, prefix)))
+
+
 def _cut_short(checks: Iterable[Check]) -> bool:
     """Return whether something is not known that could still turn out well: one failure is enough for a verdict."""
     outcomes = {check.outcome for check in checks}
     return Outcome.INCONCLUSIVE in outcomes and Outcome.FAILED not in outcomes
 
 
-def _answers(bench: Bench) -> Iterator[Check]:
+def _answers(bench: Bench, questions: Iterable[Question] = QUESTIONS) -> Iterator[Check]:
     """Ask every question in order, until an answer is lost or there is no first version to ask about."""
     stopped = ""
-    for question in QUESTIONS:
+    for question in questions:
         if stopped:
             yield Check(question.id, Outcome.INCONCLUSIVE, f"not asked: {stopped}")
             continue

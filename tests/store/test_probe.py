@@ -12,7 +12,7 @@ from cachefs.errors import BadPart, ConditionFailed, CorruptError, DeniedError, 
 from cachefs.store.base import Condition
 from cachefs.store.directory import DirectoryStore
 from cachefs.store.memory import MemoryStore
-from cachefs.store.probe import TRIES, Outcome, probe
+from cachefs.store.probe import TRIES, Outcome, probe, watch_probe
 from cachefs.store.probechecks import QUESTIONS
 from tests.store.faults import FaultyStore, Rule, ends, expired, lost_answer, lost_request, refused, rules
 
@@ -217,6 +217,51 @@ def test_each_fault_is_caught_by_its_check(store, caught, advised):
     assert report.conclusive
     assert report.tries == 1
     assert is_empty(store)
+
+
+WATCH = ("P0", "P1", "P2", "P5", "P6", "P8", "P8r")
+
+
+@pytest.mark.parametrize(
+    ("store", "caught"),
+    [
+        (MemoryStore("p"), set()),
+        (IgnoresCreateOnly("p"), {"P2", "P5"}),
+        (IgnoresIfMatch("p"), {"P6"}),
+        (RefusesEveryIfMatch("p"), {"P5"}),
+        (AcceptsEveryKnownETag("p"), {"P6"}),
+        (Unversioned("p"), {"P0", "P1"}),
+        (Suspended("p"), {"P0"}),
+        (ReadsCurrentOnly("p"), {"P8"}),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, MemoryStore) else "",
+)
+def test_the_watch_catches_what_a_store_loses(store, caught):
+    faulty = FaultyStore(store)
+    report = watch_probe(faulty)
+    assert failed(report) == caught
+    assert report.ok == (not caught)
+    assert report.conclusive
+    assert is_empty(store)
+    assert len(faulty.calls) <= 16
+    assert not [call for call in faulty.calls if call.operation == "probe_delete"]
+
+
+def test_the_watch_on_the_backends(store, backend):
+    report = watch_probe(store)
+    assert [check.id for check in report.checks] == [*WATCH, "PX"]
+    assert report.ok
+    assert report.ranges == backend.ranges_of_versions
+    assert is_empty(store)
+
+
+@pytest.mark.parametrize("fault", [lost_request, lost_answer, expired])
+def test_a_watch_without_an_answer_is_no_verdict(fault):
+    store = FaultyStore(MemoryStore("p"), rules(Rule("put", fault, nth=2)))
+    report = watch_probe(store)
+    assert not report.conclusive
+    assert not report.ok
+    assert is_empty(store.inner)
 
 
 def test_capabilities():
