@@ -63,8 +63,8 @@ class AttemptRecord(msgspec.Struct, frozen=True):
 
     `shared` is the id under which another daemon opened the attempt, or ours for it: "" until this member has joined
     one, and always in what this daemon opens. `foreign` marks an attempt that this daemon owns and of which nothing is
-    in its mount. `count` members must report, `members` are their names (empty: only the number is known), `complete`
-    says that all have.
+    in its mount, `wish` the save of the member that asked for it. `count` members must report, `members` are their
+    names (empty: only the number is known), `complete` says that all have.
     """
 
     attempt: str
@@ -97,6 +97,7 @@ class AttemptRecord(msgspec.Struct, frozen=True):
     retries: int = 0
     shared: str = ""
     foreign: bool = False
+    wish: str = ""
     members: tuple[str, ...] = ()
     count: int = 1
     complete: bool = False
@@ -124,6 +125,7 @@ class SharedRecord(msgspec.Struct, frozen=True):
     ordinal: int
     members: tuple[str, ...]
     count: int
+    wish: str = ""
     late: bool = False
     local: str = ""
     close: Close | None = None

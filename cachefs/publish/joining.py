@@ -52,9 +52,14 @@ def decide(
     save.
     """
     offers = [offer for offer in offers if not offer.members or member in offer.members]
+    asked = {save.attempt: save for save in saves}
+    decided: list[Decision] = [_granted(offer, asked[offer.wish]) for offer in offers if offer.wish in asked]
+    offers = [offer for offer in offers if offer.wish not in asked]
+    granted = {one.local for one in decided if isinstance(one, Join)}
+    saves = [save for save in saves if save.attempt not in granted]
     free = [save for save in saves if save.opened_epoch is None and (not save.state.final or save.serial > looked)]
     late = [offer for offer in offers if offer.late and not any(save.serial <= started for save in free)]
-    decided: list[Decision] = [
+    decided += [
         Refuse(offer.attempt, "it was closed before this daemon was there: what an earlier one wrote is not known here")
         for offer in late
     ]
@@ -74,6 +79,13 @@ def decide(
     )
     waiting = tuple(save.attempt for save in free if not save.state.final)
     return decided + [Refuse(offer.attempt, reason, waiting) for offer in offers]
+
+
+def _granted(offer: SharedRecord, save: AttemptRecord) -> Decision:
+    """Decide about the attempt that was opened for a save of this member."""
+    if save.opened_epoch is None and not save.state.final:
+        return Join(offer.attempt, save.attempt)
+    return Refuse(offer.attempt, "the save that it was opened for is over, or belongs to another attempt")
 
 
 def _without(offers: Sequence[SharedRecord], saves: Sequence[AttemptRecord]) -> list[Decision]:

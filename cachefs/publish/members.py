@@ -88,8 +88,12 @@ class Member:
         """At how many looks a save found no attempt."""
         self._testing: set[tuple[str, int]] = set()
 
-    async def look(self, run: str) -> Seen | None:
-        """Look at a run once and do what follows; return its pointer. Raises the store's errors: look again later."""
+    async def look(self, run: str, *, new: bool = False) -> Seen | None:
+        """Look at a run once and do what follows; return its pointer. `new` says that the run did not exist when this
+        daemon had begun to look. Raises the store's errors: look again later.
+        """
+        if new:
+            self._looked.add(run)
         with self._journal.read() as txn:
             meta = txn.meta.get("meta")
             looked = (txn.runs.get(run) or RunRecord(run)).looked
@@ -99,11 +103,11 @@ class Member:
             await self._learn(run, seen)
             await self._hear(run)
             await self._decide(run, looked)
-            await self._want(run)
             await self._answer(run)
             await self._test(run, seen)
             await self._conclude(run, seen)
             self._looked.add(run)
+        await self._want(run)
         if serial != looked:
             await self._journal.write(lambda txn: _note_look(txn, run, serial))
         return seen
@@ -124,9 +128,9 @@ class Member:
         """Take up attempts that are new on the list."""
         with self._journal.read() as txn:
             known = {record.attempt for record in txn.shared.scan()}
-            ours = {save.attempt for save in txn.attempts.scan() if not save.foreign and not save.shared}
+            ours = {save.attempt for save in txn.attempts.scan() if not save.foreign}
         for entry in seen.pointer.open:
-            if entry.attempt in known or entry.attempt in ours:
+            if entry.attempt in known or (entry.attempt in ours and self._settings.owner):
                 continue
             opened = await self._small(self._writes.keys.open(run, entry.attempt), Open)
             if opened is None:
@@ -142,10 +146,13 @@ class Member:
                 ordinal=opened.ordinal,
                 members=opened.members,
                 count=opened.count,
+                wish=opened.wish,
                 late=close is not None,
                 close=close,
             )
             await self._put(record)
+            if entry.attempt in ours:  # opened by this member when it was the owner
+                await self._journal.write(partial(_join, Join(entry.attempt, entry.attempt)))
 
     async def _small(self, key: str, kind: type[Any]) -> Any:
         found = await self._writes.hop(self._writes.store.get, key)
@@ -210,7 +217,7 @@ class Member:
             absent = {one.shared for one in decisions if isinstance(one, Absent)}
             for record in group:
                 if record.attempt in absent:
-                    self._absent_since.setdefault(record.attempt, clock.monotonic())
+                    self._absent_since.setdefault(record.attempt, trio.current_time())
                 else:
                     self._absent_since.pop(record.attempt, None)
             for decision in decisions:
@@ -268,7 +275,7 @@ class Member:
 
     def _is_absent(self, attempt: str) -> bool:
         since = self._absent_since.get(attempt)
-        return since is not None and clock.monotonic() - since >= self._settings.absent_after
+        return since is not None and trio.current_time() - since >= self._settings.absent_after
 
     async def _report(self, record: SharedRecord, save: AttemptRecord | None, error: str) -> None:
         settings = self._settings
