@@ -111,6 +111,7 @@ class AttemptRecord(msgspec.Struct, frozen=True):
 class SharedRecord(msgspec.Struct, frozen=True):
     """What this member knows of an attempt that another daemon opened, from `open.json` and its looks at the bucket.
 
+    `seq` is that of a pointer that lists it: an older pointer, read from a lagging replica, says nothing about it.
     `local` is this member's own attempt that belongs to it, "" for none. `late`: it was closed before this daemon
     looked at the run for the first time. `close` is its close record, `report` what this member has answered, `refused`
     why it cannot take part, `tested` the epoch of the manifest of which it has tested its share.
@@ -125,6 +126,7 @@ class SharedRecord(msgspec.Struct, frozen=True):
     ordinal: int
     members: tuple[str, ...]
     count: int
+    seq: int
     wish: str = ""
     late: bool = False
     local: str = ""

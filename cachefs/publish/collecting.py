@@ -57,10 +57,12 @@ class Collector:
         self._served: set[str] = set()
         """Saves that are part of an attempt: what they wished for before is granted."""
 
+    def fenced(self, run: str) -> bool:
+        """Return whether this daemon has lost the run."""
+        return bool(self._ownership.fenced_by(run))
+
     async def look(self, run: str, seen: Seen | None) -> None:
         """Look at a run once and do what follows; `seen` is its pointer. Raises FencedError, and the store's errors."""
-        if self._ownership.fenced_by(run):
-            return
         wishes = await self._wanted(run) if self._settings.count > 1 else {}
         if wishes or (seen is not None and self._unknown(seen)):
             await self._ownership.acquire(run)
@@ -140,26 +142,31 @@ class Collector:
         """Return one wish for each generation of which nothing is open, unless it was granted before."""
         keys = self._writes.keys
         listing = await self._writes.hop(self._writes.store.list, keys.wanted(run))
+        waiting = [key for key in listing.keys if keys.name_of(key) not in self._served]
+        if not waiting:
+            return {}
+        with self._journal.read() as txn:
+            busy = {one.generation for one in txn.attempts.scan() if one.run == run and not one.state.final}
         due: dict[str, Wanted] = {}
-        for key in listing.keys:
-            wish = self._wishes.get(key) or await self._wish(key)
-            if wish is None:
+        for key in waiting:
+            wish = self._wishes.get(key) or await self._wish(run, key)
+            if wish is None or wish.generation in busy or wish.generation in due:
                 continue
-            self._wishes[key] = wish
-            if wish.attempt in self._served:
-                continue
-            if wish.run != run or key != keys.wanted(run, wish.attempt):
-                raise CorruptError(f"{key} is a wish for another attempt", hint="delete that object")
-            with self._journal.read() as txn:
-                same = [one for one in txn.attempts.scan() if (one.run, one.generation) == (run, wish.generation)]
-                known = self._owns(txn, attempt_for(wish)) or any(not one.state.final for one in same)
-            if not known and await self._opened(run, attempt_for(wish)) is None:
-                due.setdefault(wish.generation, wish)
+            if await self._opened(run, attempt_for(wish)) is None:
+                due[wish.generation] = wish
+            else:  # granted by an earlier owner, or long ago
+                self._served.add(wish.attempt)
         return due
 
-    async def _wish(self, key: str) -> Wanted | None:
+    async def _wish(self, run: str, key: str) -> Wanted | None:
         found = await self._writes.hop(self._writes.store.get, key)
-        return None if found is None else decode(found[1], Wanted, key)
+        if found is None:
+            return None
+        wish = decode(found[1], Wanted, key)
+        if wish.run != run or key != self._writes.keys.wanted(run, wish.attempt):
+            raise CorruptError(f"{key} is a wish for another attempt", hint="remove that object's version")
+        self._wishes[key] = wish
+        return wish
 
     async def _open(self, wish: Wanted) -> None:
         settings = self._settings

@@ -105,6 +105,8 @@ class Looking:
                 self._listed.setdefault(run, True)  # look at once
 
     async def _look(self, run: str) -> None:
+        if self._collector is not None and self._collector.fenced(run):
+            return  # whoever owns the run now does not hear from this daemon
         try:
             new = self._at_start is not None and run not in self._at_start
             seen: Seen | None = await self._member.look(run, new=new)

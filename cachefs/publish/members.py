@@ -146,6 +146,7 @@ class Member:
                 ordinal=opened.ordinal,
                 members=opened.members,
                 count=opened.count,
+                seq=seen.pointer.seq,
                 wish=opened.wish,
                 late=close is not None,
                 close=close,
@@ -337,7 +338,7 @@ class Member:
         """Record what became of attempts that are not on the list any more."""
         listed = {entry.attempt for entry in seen.pointer.open}
         for record in self._shared(run):
-            if record.attempt in listed:
+            if record.attempt in listed or seen.pointer.seq < record.seq:
                 continue
             published = await left_the_list(self._writes, run, seen, record.attempt)
             reason = ""
@@ -386,7 +387,7 @@ def _abandon(save: AttemptRecord, reason: str, txn: Txn) -> None:
 def _answered(txn: Txn, record: SharedRecord) -> None:
     txn.shared.put(record.attempt, record)
     if record.local and not record.refused:
-        update(txn, record.local, report=record.report, error="", retries=0)
+        update(txn, record.local, report=record.report, error="waits for the other members", retries=0)
 
 
 def _ended(record: SharedRecord, published: Published | None, reason: str, txn: Txn) -> None:
