@@ -252,6 +252,7 @@ class Member:
                     step=save.step,
                 )
                 await self._writes.create(self._writes.keys.wanted(run, save.attempt), wanted, _equal)
+                await self._journal.write(partial(_wait, save.attempt, "waits for the owner to open an attempt"))
 
     # the answer
 
@@ -369,7 +370,12 @@ def _join(decision: Join, txn: Txn) -> None:
         ordinal=record.ordinal,
         members=record.members,
         count=record.count,
+        error="",
     )
+
+
+def _wait(save: str, what: str, txn: Txn) -> None:
+    update(txn, save, error=what)
 
 
 def _refuse(decision: Refuse, txn: Txn) -> None:
