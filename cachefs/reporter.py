@@ -61,6 +61,7 @@ class Reporter:
         """Return the whole status."""
         with self._journal.read() as txn:
             seen = snapshot(txn, now=clock.now(), waiting=self._live.open_saves())
+        members = self._config.membership
         return Status(
             version=__version__,
             pid=os.getpid(),
@@ -78,6 +79,9 @@ class Reporter:
             staging_free_bytes=self._live.staging_free(),
             runs=seen.runs,
             generations=seen.generations,
+            members=members.names,
+            member_count=members.count,
+            owner=members.owner,
         )
 
     # ---- extended attributes

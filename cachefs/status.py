@@ -43,7 +43,9 @@ class RunStatus(msgspec.Struct, frozen=True):
 
 
 class Status(msgspec.Struct, frozen=True):
-    """The whole daemon. `publishing_blocked` says why nothing is published (empty: all is well)."""
+    """The whole daemon. `publishing_blocked` says why nothing is published (empty: all is well). `members` are the
+    names of all members where they are known, `owner` says whether this daemon seals and promotes.
+    """
 
     version: str
     pid: int
@@ -61,6 +63,9 @@ class Status(msgspec.Struct, frozen=True):
     staging_free_bytes: int
     runs: tuple[RunStatus, ...]
     generations: tuple[GenerationStatus, ...]
+    members: tuple[str, ...] = ()
+    member_count: int = 1
+    owner: bool = True
 
 
 class Snapshot(msgspec.Struct, frozen=True):

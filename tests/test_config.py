@@ -62,7 +62,8 @@ def test_every_key_is_reachable_by_its_variable():
         "drain_timeout": "2m",
         "close_deadline": "1h", "settle": "0", "quiet": "250ms", "loose": "false", "loose_interval": "5",
         "early_upload_delay": "1.5", "reserve": "2GB", "full_timeout": "1m",
-        "pointer_poll": "3s", "probe_interval": "5m", "log_level": "debug", "log_format": "json",
+        "pointer_poll": "3s", "member_settle": "2s", "member_deadline": "30m",
+        "probe_interval": "5m", "log_level": "debug", "log_format": "json",
     }  # fmt: skip
     made = load(None, {KEYS[name].env: value for name, value in raw.items()}, {})
     assert msgspec.structs.asdict(made) == {
@@ -74,7 +75,8 @@ def test_every_key_is_reachable_by_its_variable():
         "test_level": "load", "load_command": "check --all", "load_timeout": 300.0, "load_user": "nobody",
         "drain_timeout": 120.0, "close_deadline": 3600.0, "settle": 0.0, "quiet": 0.25, "loose": False,
         "loose_interval": 5.0, "early_upload_delay": 1.5, "reserve": 2 * 10**9,
-        "full_timeout": 60.0, "pointer_poll": 3.0, "probe_interval": 300.0, "log_level": "debug", "log_format": "json",
+        "full_timeout": 60.0, "pointer_poll": 3.0, "member_settle": 2.0, "member_deadline": 1800.0,
+        "probe_interval": 300.0, "log_level": "debug", "log_format": "json",
     }  # fmt: skip
     assert set(raw) == set(KEYS) - {"preset"}
     assert made.metrics_address is None

@@ -81,6 +81,9 @@ def status(status: Status) -> RenderableType:
         ("oldest unpublished", age(status.oldest_unpublished_age) if status.oldest_unpublished_age else "-"),
         ("loose files waiting", str(status.loose_pending)),
     ]
+    if status.member_count > 1 or not status.owner:
+        others = ", ".join(status.members) or str(status.member_count)
+        rows.append(("members", f"{others}  (this is {status.member}{', the owner' if status.owner else ''})"))
     for run in status.runs:
         fenced = f"  FENCED by {run.fenced_by}" if run.fenced_by else ""
         rows.append(("run", f"{run.run}  epoch {run.epoch or '-'}{fenced}"))

@@ -74,7 +74,8 @@ class Tracker(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Open(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`open.json`: the owner announces an attempt. `ordinal` counts the attempts that `epoch` opened in this run.
 
-    `count` members must report; `members` are their names, empty when only the number is known.
+    `count` members must report; `members` are their names, empty when only the number is known. `wish` is the save of a
+    member that asked for the attempt.
     """
 
     run: str
@@ -88,6 +89,7 @@ class Open(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     count: int
     kind: Literal["directory", "file"]
     opened_at: str
+    wish: str = ""
     format: Literal[1] = FORMAT
 
 
@@ -111,7 +113,7 @@ class Close(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class MemberReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`members/<member>.json`: everything one member holds of the generation, all of it flushed. With `error` the
-    member cannot take part, and the attempt is abandoned.
+    member cannot take part, and the attempt is abandoned. `save` is the member's own id of its part, "" for none.
     """
 
     run: str
@@ -124,6 +126,7 @@ class MemberReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     symlinks: tuple[Symlink, ...] = ()
     directories: tuple[Directory, ...] = ()
     trackers: tuple[Tracker, ...] = ()
+    save: str = ""
     error: str = ""
     format: Literal[1] = FORMAT
 
@@ -138,6 +141,7 @@ class MemberReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             self.symlinks,
             self.directories,
             self.trackers,
+            self.save,
             self.error,
         )
 

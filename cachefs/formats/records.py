@@ -63,8 +63,8 @@ class AttemptRecord(msgspec.Struct, frozen=True):
 
     `shared` is the id under which another daemon opened the attempt, or ours for it: "" until this member has joined
     one, and always in what this daemon opens. `foreign` marks an attempt that this daemon owns and of which nothing is
-    in its mount. `count` members must report, `members` are their names (empty: only the number is known), `complete`
-    says that all have.
+    in its mount, `wish` the save of the member that asked for it. `count` members must report, `members` are their
+    names (empty: only the number is known), `complete` says that all have.
     """
 
     attempt: str
@@ -97,6 +97,7 @@ class AttemptRecord(msgspec.Struct, frozen=True):
     retries: int = 0
     shared: str = ""
     foreign: bool = False
+    wish: str = ""
     members: tuple[str, ...] = ()
     count: int = 1
     complete: bool = False
@@ -110,6 +111,7 @@ class AttemptRecord(msgspec.Struct, frozen=True):
 class SharedRecord(msgspec.Struct, frozen=True):
     """What this member knows of an attempt that another daemon opened, from `open.json` and its looks at the bucket.
 
+    `seq` is that of a pointer that lists it: an older pointer, read from a lagging replica, says nothing about it.
     `local` is this member's own attempt that belongs to it, "" for none. `late`: it was closed before this daemon
     looked at the run for the first time. `close` is its close record, `report` what this member has answered, `refused`
     why it cannot take part, `tested` the epoch of the manifest of which it has tested its share.
@@ -124,6 +126,8 @@ class SharedRecord(msgspec.Struct, frozen=True):
     ordinal: int
     members: tuple[str, ...]
     count: int
+    seq: int
+    wish: str = ""
     late: bool = False
     local: str = ""
     close: Close | None = None

@@ -7,6 +7,12 @@ sealing.py      pure: member report, close record and manifest from journal reco
 restoretest.py  what a candidate must pass: formats, then every byte as the store holds it
 loading.py      the level `load`: a command of the user's on a restored copy
 promotion.py    the pointer's move to a tested candidate
+settings.py     how this daemon publishes, and whose reports it waits for
+joining.py      pure: which save of a member belongs to which attempt, who reads which shard
+members.py      a member's part: join, close, report, test its share
+collecting.py   the owner's part: open what others ask for, collect reports, take over, end
+sharing.py      the restore test of several members
+looking.py      the task that looks at the bucket, at the pace of pace.py
 steps.py        the effects of one attempt, one step at a time
 publisher.py    the background task
 """

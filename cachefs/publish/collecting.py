@@ -7,10 +7,13 @@ the same steps as for its own (steps.py).
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
+from functools import partial
 
 import msgspec
 import structlog
+import trio
 
 from cachefs import clock
 from cachefs.errors import CorruptError, FencedError
@@ -51,19 +54,23 @@ class Collector:
         self._reports: dict[str, dict[str, MemberReport]] = {}
         self._since: dict[str, float] = {}
         self._wishes: dict[str, Wanted] = {}
+        self._served: set[str] = set()
+        """Saves that are part of an attempt: what they wished for before is granted."""
+
+    def fenced(self, run: str) -> bool:
+        """Return whether this daemon has lost the run."""
+        return bool(self._ownership.fenced_by(run))
 
     async def look(self, run: str, seen: Seen | None) -> None:
         """Look at a run once and do what follows; `seen` is its pointer. Raises FencedError, and the store's errors."""
-        if self._ownership.fenced_by(run):
-            return
-        wishes = await self._wanted(run) if self._settings.count > 1 else []
+        wishes = await self._wanted(run) if self._settings.count > 1 else {}
         if wishes or (seen is not None and self._unknown(seen)):
             await self._ownership.acquire(run)
         if self._ownership.epoch(run) is None:
             return
         if seen is not None:
             await self._take_over(run, seen)
-        for wish in wishes:
+        for wish in wishes.values():
             await self._open(wish)
         for attempt in self._waiting(run):
             await self._count(attempt)
@@ -81,6 +88,11 @@ class Collector:
         record = txn.attempts.get(attempt)
         return record is not None and not record.shared
 
+    def _ours(self, attempt: str) -> bool:
+        """Return whether this member has a save of that id: it was the owner once."""
+        with self._journal.read() as txn:
+            return txn.attempts.get(attempt) is not None
+
     async def take_over(self, run: str) -> None:
         """Make records of the attempts on the pointer's list that this daemon does not know; it holds the run."""
         seen = await self._writes.pointer(run)
@@ -89,6 +101,9 @@ class Collector:
 
     async def _take_over(self, run: str, seen: Seen) -> None:
         for attempt in self._unknown(seen):
+            if self._ours(attempt):
+                await self._journal.write(partial(_own_again, attempt))
+                continue
             opened = await self._opened(run, attempt)
             if opened is None:
                 raise CorruptError(f"attempt {attempt} of run {run!r} is on the pointer's list without open.json")
@@ -123,35 +138,42 @@ class Collector:
 
     # what other members ask for
 
-    async def _wanted(self, run: str) -> list[Wanted]:
-        """Return the wishes for which there is no attempt and never was one."""
+    async def _wanted(self, run: str) -> dict[str, Wanted]:
+        """Return one wish for each generation of which nothing is open, unless it was granted before."""
         keys = self._writes.keys
         listing = await self._writes.hop(self._writes.store.list, keys.wanted(run))
-        due: list[Wanted] = []
-        for key in listing.keys:
-            wish = self._wishes.get(key) or await self._wish(key)
-            if wish is None:
+        waiting = [key for key in listing.keys if keys.name_of(key) not in self._served]
+        if not waiting:
+            return {}
+        with self._journal.read() as txn:
+            busy = {one.generation for one in txn.attempts.scan() if one.run == run and not one.state.final}
+        due: dict[str, Wanted] = {}
+        for key in waiting:
+            wish = self._wishes.get(key) or await self._wish(run, key)
+            if wish is None or wish.generation in busy or wish.generation in due:
                 continue
-            self._wishes[key] = wish
-            if wish.run != run or key != keys.wanted(run, wish.attempt):
-                raise CorruptError(f"{key} is a wish for another attempt", hint="delete that object")
-            with self._journal.read() as txn:
-                same = [one for one in txn.attempts.scan() if (one.run, one.generation) == (run, wish.generation)]
-                known = self._owns(txn, wish.attempt) or any(not one.state.final for one in same)
-            if not known and await self._opened(run, wish.attempt) is None:
-                due.append(wish)
+            if await self._opened(run, attempt_for(wish)) is None:
+                due[wish.generation] = wish
+            else:  # granted by an earlier owner, or long ago
+                self._served.add(wish.attempt)
         return due
 
-    async def _wish(self, key: str) -> Wanted | None:
+    async def _wish(self, run: str, key: str) -> Wanted | None:
         found = await self._writes.hop(self._writes.store.get, key)
-        return None if found is None else decode(found[1], Wanted, key)
+        if found is None:
+            return None
+        wish = decode(found[1], Wanted, key)
+        if wish.run != run or key != self._writes.keys.wanted(run, wish.attempt):
+            raise CorruptError(f"{key} is a wish for another attempt", hint="remove that object's version")
+        self._wishes[key] = wish
+        return wish
 
     async def _open(self, wish: Wanted) -> None:
         settings = self._settings
         alone = wish.kind == "file"
         await self._insert(
             AttemptRecord(
-                attempt=wish.attempt,
+                attempt=attempt_for(wish),
                 path=self._path(wish.run, wish.generation),
                 run=wish.run,
                 generation=wish.generation,
@@ -163,6 +185,7 @@ class Collector:
                 members=(wish.member,) if alone else settings.names,
                 count=1 if alone else settings.count,
                 foreign=True,
+                wish=wish.attempt,
             )
         )
 
@@ -189,13 +212,14 @@ class Collector:
             found = None if member in reports else await self._writes.hop(self._writes.store.get, key)
             if found is not None:
                 reports[member] = decode(found[1], MemberReport, key)
+                self._served.add(reports[member].save)
         reason, waits = verdict(attempt, reports)
         if not reason and not waits:
             await self._complete(attempt, reports)
             return
         if attempt.report is not None or attempt.foreign:
-            since = self._since.setdefault(attempt.attempt, clock.monotonic())
-            if not reason and clock.monotonic() - since >= self._settings.deadline:
+            since = self._since.setdefault(attempt.attempt, trio.current_time())
+            if not reason and trio.current_time() - since >= self._settings.deadline:
                 reason = f"{waits} for {self._settings.deadline:g} s: a member is missing"
         if reason:
             _log.error("generation abandoned", path=attempt.path, attempt=attempt.attempt, reason=reason)
@@ -265,6 +289,16 @@ def verdict(attempt: AttemptRecord, reports: dict[str, MemberReport]) -> tuple[s
     if not waits and not any(report.shards for report in reports.values()):
         return "no member has a file of it", ""
     return "", waits
+
+
+def attempt_for(wish: Wanted) -> str:
+    """Return the id of the attempt that is opened for a wish: the same whoever asks, and never that of a save."""
+    return hashlib.sha256(f"wanted/{wish.attempt}".encode()).hexdigest()[:32]
+
+
+def _own_again(attempt: str, txn: Txn) -> None:
+    txn.shared.delete(attempt)
+    update(txn, attempt, shared="")
 
 
 def _insert(txn: Txn, record: AttemptRecord) -> None:

@@ -52,9 +52,19 @@ def decide(
     save.
     """
     offers = [offer for offer in offers if not offer.members or member in offer.members]
-    free = [save for save in saves if save.opened_epoch is None and (not save.state.final or save.serial > looked)]
+    asked = {save.attempt: save for save in saves}
+    # Popped: an attempt for the same save a second time finds it taken.
+    decided: list[Decision] = [_granted(offer, asked.pop(offer.wish)) for offer in offers if offer.wish in asked]
+    answered = {one.shared for one in decided}
+    offers = [offer for offer in offers if offer.attempt not in answered]
+    granted = {one.local for one in decided if isinstance(one, Join)}
+    free = [
+        save
+        for save in saves
+        if save.opened_epoch is None and save.attempt not in granted and (not save.state.final or save.serial > looked)
+    ]
     late = [offer for offer in offers if offer.late and not any(save.serial <= started for save in free)]
-    decided: list[Decision] = [
+    decided += [
         Refuse(offer.attempt, "it was closed before this daemon was there: what an earlier one wrote is not known here")
         for offer in late
     ]
@@ -76,10 +86,17 @@ def decide(
     return decided + [Refuse(offer.attempt, reason, waiting) for offer in offers]
 
 
+def _granted(offer: SharedRecord, save: AttemptRecord) -> Decision:
+    """Decide about the attempt that was opened for a save of this member."""
+    if save.opened_epoch is None and not save.state.final:
+        return Join(offer.attempt, save.attempt)
+    return Refuse(offer.attempt, "the save that it was opened for is over, or belongs to another attempt")
+
+
 def _without(offers: Sequence[SharedRecord], saves: Sequence[AttemptRecord]) -> list[Decision]:
     busy = [save for save in saves if not save.state.final]
     if busy:  # it may be this one's part, and was given to another
-        reason = f"the save of this member belongs to attempt {busy[-1].key}"
+        reason = "the save of this member belongs to another attempt"
         return [Refuse(offer.attempt, reason) for offer in offers if offer.close is not None]
     return [Absent(offer.attempt) for offer in offers if offer.close is not None]
 

@@ -13,6 +13,7 @@ import trio
 
 from cachefs import clock
 from cachefs.errors import CachefsError, FencedError
+from cachefs.formats.keys import Keys
 from cachefs.journal import Journal
 from cachefs.publish.collecting import Collector
 from cachefs.publish.members import Member
@@ -21,12 +22,17 @@ from cachefs.publish.settings import Settings
 from cachefs.publish.writes import Writes
 from cachefs.restore.listing import names
 from cachefs.restore.reader import Seen
+from cachefs.store.base import ObjectStore
 
 BUSY = 1.0
 """Least seconds between two looks at a run with something open."""
 DISCOVER = 60.0
 """Least seconds between two listings of the runs: a member that has written nothing learns of a run in no other way."""
 _log = structlog.get_logger(__name__)
+
+
+def _runs(store: ObjectStore, keys: Keys) -> list[str]:
+    return list(names(store, keys, wanted=True))
 
 
 class Looking:
@@ -45,6 +51,8 @@ class Looking:
         self._listed: dict[str, bool] = {}
         """By run: whether its pointer listed something at the last look."""
         self._discovered = -float("inf")
+        self._at_start: set[str] | None = None
+        """The runs at the first listing."""
         self.problems: dict[str, str] = {}
         """By run: why it could not be looked at last time."""
 
@@ -80,14 +88,16 @@ class Looking:
 
     async def _discover(self) -> None:
         members = self._settings.count
-        if members == 1 or clock.monotonic() - self._discovered < pace(members, DISCOVER):
+        if members == 1 or trio.current_time() - self._discovered < pace(members, DISCOVER):
             return
         try:
-            found = await self._writes.hop(names, self._writes.store, self._writes.keys)
+            found = await self._writes.hop(_runs, self._writes.store, self._writes.keys)
         except CachefsError as error:
             self._problem("", error)
             return
-        self._discovered = clock.monotonic()
+        self._discovered = trio.current_time()
+        if self._at_start is None:
+            self._at_start = set(found)
         self.problems.pop("", None)
         for run in found:
             if run not in self._idle:
@@ -95,8 +105,11 @@ class Looking:
                 self._listed.setdefault(run, True)  # look at once
 
     async def _look(self, run: str) -> None:
+        if self._collector is not None and self._collector.fenced(run):
+            return  # whoever owns the run now does not hear from this daemon
         try:
-            seen: Seen | None = await self._member.look(run)
+            new = self._at_start is not None and run not in self._at_start
+            seen: Seen | None = await self._member.look(run, new=new)
             self._listed[run] = seen is not None and bool(seen.pointer.open)
             if self._collector is not None:
                 await self._collector.look(run, seen)

@@ -88,8 +88,12 @@ class Member:
         """At how many looks a save found no attempt."""
         self._testing: set[tuple[str, int]] = set()
 
-    async def look(self, run: str) -> Seen | None:
-        """Look at a run once and do what follows; return its pointer. Raises the store's errors: look again later."""
+    async def look(self, run: str, *, new: bool = False) -> Seen | None:
+        """Look at a run once and do what follows; return its pointer. `new` says that the run did not exist when this
+        daemon had begun to look. Raises the store's errors: look again later.
+        """
+        if new:
+            self._looked.add(run)
         with self._journal.read() as txn:
             meta = txn.meta.get("meta")
             looked = (txn.runs.get(run) or RunRecord(run)).looked
@@ -99,11 +103,11 @@ class Member:
             await self._learn(run, seen)
             await self._hear(run)
             await self._decide(run, looked)
-            await self._want(run)
             await self._answer(run)
             await self._test(run, seen)
             await self._conclude(run, seen)
             self._looked.add(run)
+        await self._want(run)
         if serial != looked:
             await self._journal.write(lambda txn: _note_look(txn, run, serial))
         return seen
@@ -124,9 +128,9 @@ class Member:
         """Take up attempts that are new on the list."""
         with self._journal.read() as txn:
             known = {record.attempt for record in txn.shared.scan()}
-            ours = {save.attempt for save in txn.attempts.scan() if not save.foreign and not save.shared}
+            ours = {save.attempt for save in txn.attempts.scan() if not save.foreign}
         for entry in seen.pointer.open:
-            if entry.attempt in known or entry.attempt in ours:
+            if entry.attempt in known or (entry.attempt in ours and self._settings.owner):
                 continue
             opened = await self._small(self._writes.keys.open(run, entry.attempt), Open)
             if opened is None:
@@ -142,10 +146,14 @@ class Member:
                 ordinal=opened.ordinal,
                 members=opened.members,
                 count=opened.count,
+                seq=seen.pointer.seq,
+                wish=opened.wish,
                 late=close is not None,
                 close=close,
             )
             await self._put(record)
+            if entry.attempt in ours:  # opened by this member when it was the owner
+                await self._journal.write(partial(_join, Join(entry.attempt, entry.attempt)))
 
     async def _small(self, key: str, kind: type[Any]) -> Any:
         found = await self._writes.hop(self._writes.store.get, key)
@@ -210,7 +218,7 @@ class Member:
             absent = {one.shared for one in decisions if isinstance(one, Absent)}
             for record in group:
                 if record.attempt in absent:
-                    self._absent_since.setdefault(record.attempt, clock.monotonic())
+                    self._absent_since.setdefault(record.attempt, trio.current_time())
                 else:
                     self._absent_since.pop(record.attempt, None)
             for decision in decisions:
@@ -244,6 +252,7 @@ class Member:
                     step=save.step,
                 )
                 await self._writes.create(self._writes.keys.wanted(run, save.attempt), wanted, _equal)
+                await self._journal.write(partial(_wait, save.attempt, "waits for the owner to open an attempt"))
 
     # the answer
 
@@ -268,7 +277,7 @@ class Member:
 
     def _is_absent(self, attempt: str) -> bool:
         since = self._absent_since.get(attempt)
-        return since is not None and clock.monotonic() - since >= self._settings.absent_after
+        return since is not None and trio.current_time() - since >= self._settings.absent_after
 
     async def _report(self, record: SharedRecord, save: AttemptRecord | None, error: str) -> None:
         settings = self._settings
@@ -330,7 +339,7 @@ class Member:
         """Record what became of attempts that are not on the list any more."""
         listed = {entry.attempt for entry in seen.pointer.open}
         for record in self._shared(run):
-            if record.attempt in listed:
+            if record.attempt in listed or seen.pointer.seq < record.seq:
                 continue
             published = await left_the_list(self._writes, run, seen, record.attempt)
             reason = ""
@@ -361,7 +370,12 @@ def _join(decision: Join, txn: Txn) -> None:
         ordinal=record.ordinal,
         members=record.members,
         count=record.count,
+        error="",
     )
+
+
+def _wait(save: str, what: str, txn: Txn) -> None:
+    update(txn, save, error=what)
 
 
 def _refuse(decision: Refuse, txn: Txn) -> None:
@@ -379,7 +393,7 @@ def _abandon(save: AttemptRecord, reason: str, txn: Txn) -> None:
 def _answered(txn: Txn, record: SharedRecord) -> None:
     txn.shared.put(record.attempt, record)
     if record.local and not record.refused:
-        update(txn, record.local, report=record.report, error="", retries=0)
+        update(txn, record.local, report=record.report, error="waits for the other members", retries=0)
 
 
 def _ended(record: SharedRecord, published: Published | None, reason: str, txn: Txn) -> None:

@@ -71,6 +71,7 @@ def opening(
         count=count,
         kind=attempt.kind,
         opened_at=rfc3339(attempt.opened_at),
+        wish=attempt.wish,
     )
 
 
@@ -119,6 +120,7 @@ def report(
         symlinks=tuple(sorted(attempt.symlinks, key=lambda link: link.path)),
         directories=tuple(sorted(attempt.directories, key=lambda entry: entry.path)),
         trackers=tuple(sorted(attempt.trackers, key=lambda tracker: tracker.path)),
+        save=attempt.attempt,
     )
 
 

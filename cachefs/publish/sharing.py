@@ -51,10 +51,10 @@ async def share_test(writes: Writes, manifest: Manifest, pin: Pin, settings: Set
     if set(parts) <= {settings.member}:
         await _read(writes, manifest, manifest.shards, settings)
         return ()
-    began = clock.monotonic()
+    began = trio.current_time()
     mine = parts.pop(settings.member, ())
     await _read(writes, manifest, mine, settings)
-    patience = max(PATIENCE, 2 * (clock.monotonic() - began))
+    patience = max(PATIENCE, 2 * (trio.current_time() - began))
     testers = await _answers(writes, manifest, pin, set(parts), patience)
     for silent in sorted(set(parts) - testers):
         await _read(writes, manifest, parts[silent], settings)
@@ -70,7 +70,7 @@ async def _answers(writes: Writes, manifest: Manifest, pin: Pin, others: set[str
     """Wait for the evidence of other members; return whose came."""
     keys, came = writes.keys, set[str]()
     prefix = keys.tests(manifest.run, manifest.attempt, manifest.epoch)
-    deadline = clock.monotonic() + patience
+    deadline = trio.current_time() + patience
     while True:
         listing = await writes.read(writes.store.list, prefix)
         for key in listing.keys:
@@ -85,6 +85,6 @@ async def _answers(writes: Writes, manifest: Manifest, pin: Pin, others: set[str
                 if answer.error:
                     raise CorruptError(f"member {member}: {answer.error}")
                 came.add(member)
-        if came == others or clock.monotonic() >= deadline:
+        if came == others or trio.current_time() >= deadline:
             return came
         await trio.sleep(clock.jitter(pace(len(others), 1.0)))

@@ -25,21 +25,19 @@ def runs(store: StoreReads, keys: Keys) -> Iterator[Run]:
 
     Raises the store's errors; a listing is complete or an error.
     """
-    for name in _names(store, keys):
+    for name in names(store, keys):
         yield _run(store, keys, name)
 
 
-def names(store: StoreReads, keys: Keys) -> list[str]:
-    """Return the names of the runs of a store in key order. Costs one listing per directory of runs."""
-    return list(_names(store, keys))
-
-
-def _names(store: StoreReads, keys: Keys) -> Iterator[str]:
+def names(store: StoreReads, keys: Keys, *, wanted: bool = False) -> Iterator[str]:
+    """Iterate over the names of the runs of a store in key order, with `wanted` also of those that a member wants to
+    have opened. Costs one listing per directory of runs.
+    """
     waiting = [keys.runs()]
     while waiting:
         prefix = waiting.pop()
         listing = store.list(prefix, delimiter="/")
-        if f"{prefix}pointer.json" in listing.keys:
+        if f"{prefix}pointer.json" in listing.keys or (wanted and f"{prefix}wanted/" in listing.prefixes):
             yield keys.run_of(prefix)
         # These names belong to us, never to a run (formats/keys.py).
         ours = {f"{prefix}{name}/" for name in ("attempts", "leases", "loose", "wanted")}

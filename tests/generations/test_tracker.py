@@ -298,6 +298,12 @@ class Full:
         monkeypatch.setattr(mount.journal, "write", refuse)
         monkeypatch.setattr(retrying, "FIRST", 0.01)
 
+    async def refuses(self) -> None:
+        """Wait until a write is refused."""
+        self.refused = trio.Event()
+        with trio.fail_after(30):
+            await self.refused.wait()
+
 
 async def pin_early(mount: Mount, nursery, path: str) -> None:
     """Write a file of an open save and wait until it is pinned early."""
@@ -328,7 +334,7 @@ async def test_an_early_pin_that_is_being_dropped_is_not_part_of_the_closing_sav
         nursery.start_soon(lambda: dropping)
         await trio.testing.wait_all_tasks_blocked()
         nursery.start_soon(mount.rename, "run/step-5/.metadata.tmp", "run/step-5/.metadata")
-        await trio.sleep(0.2)
+        await trio.testing.wait_all_tasks_blocked()
         may_commit.set()
     (attempt,) = mount.attempts()
     assert attempt.closed_at is not None
@@ -426,7 +432,7 @@ async def test_a_close_that_the_journal_refused_is_journaled_when_it_can_be(moun
     async with trio.open_nursery() as nursery:
         await nursery.start(mount.tracker.run)
         await nursery.start(mount.releaser.run)
-        await trio.sleep(0.1)
+        await disk.refuses()
         (mount.staging.tree / "run/step-5/__0_0.distcp").unlink()
         assert mount.attempts()[0].closed_at is None
         disk.full = False
@@ -550,7 +556,7 @@ async def test_an_end_that_the_journal_refused_is_journaled_when_it_can_be(mount
         await mount.rename("run/step-5", "run/elsewhere")
     async with trio.open_nursery() as nursery:
         await nursery.start(mount.tracker.run)
-        await trio.sleep(0.1)
+        await disk.refuses()
         assert len(mount.tracker._owed) <= 1
         disk.full = False
         with trio.fail_after(30):
@@ -568,7 +574,7 @@ async def test_a_close_by_time_stays_pending_while_the_journal_fails(mount, monk
     disk.full = True
     async with trio.open_nursery() as nursery:
         await nursery.start(mount.tracker.run)
-        await trio.sleep(0.1)
+        await disk.refuses()
         assert mount.attempts()[0].closed_at is None
         disk.full = False
         with trio.fail_after(30):

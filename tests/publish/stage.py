@@ -36,6 +36,8 @@ FILES = {"model.bin": b"0123456789abcdefghij", "sub/empty": b"", "sub/small": b"
 class Member:
     """One node: its disk under `root` survives `restart`, which stands for a new process."""
 
+    journal_type = Journal
+
     def __init__(self, root: Path, store: ObjectStore, *, name: str = "n1", keys: Keys | None = None) -> None:
         self.root = root
         self.name = name
@@ -43,7 +45,7 @@ class Member:
         self.keys = keys or Keys()
         self.staging = Staging(root / name)
         self.pins = Pins(self.staging)
-        self.journal = Journal(self.staging.journal)
+        self.journal = self.journal_type(self.staging.journal)
         self.inner = getattr(store, "inner", store)
         self.flushes = True
         self.closed = False
@@ -116,8 +118,9 @@ class Member:
 
     def flush(self, attempt: str) -> None:
         with self.journal.read() as txn:
-            shards = txn.shards_of(attempt)
-        flushed = [self._upload(shard) for shard in shards]
+            record, shards = txn.attempts.get(attempt), txn.shards_of(attempt)
+        assert record is not None
+        flushed = [self._upload(record, shard) for shard in shards]
 
         def put(txn: Txn) -> None:
             for shard in flushed:
@@ -133,15 +136,16 @@ class Member:
         for attempt in opened if self.flushes else []:
             self.flush(attempt.attempt)
 
-    def _upload(self, shard: ShardRecord) -> ShardRecord:
+    def _upload(self, attempt: AttemptRecord, shard: ShardRecord) -> ShardRecord:
         data = self.pins.path(shard.attempt, shard.shard).read_bytes()
         cut = [data[at : at + PART] for at in range(0, len(data), PART)] or [b""]
         digests = tuple(hashlib.sha256(part).digest() for part in cut)
-        found = self.inner.head(shard.key)
+        key = self.keys.shard(attempt.run, attempt.key, self.name, shard.shard, shard.paths[0])
+        found = self.inner.head(key)
         if found is None:
-            found = self.inner.put(shard.key, data, condition=CREATE_ONLY)
-        pin = Pin(key=shard.key, version_id=found.version_id, size=len(data), sha256=tree_digest(digests))
-        return msgspec.structs.replace(shard, part_size=PART, digests=digests, pin=pin)
+            found = self.inner.put(key, data, condition=CREATE_ONLY)
+        pin = Pin(key=key, version_id=found.version_id, size=len(data), sha256=tree_digest(digests))
+        return msgspec.structs.replace(shard, key=key, part_size=PART, digests=digests, pin=pin)
 
     # the publisher
 

@@ -49,7 +49,7 @@ def shard(path: str, data: bytes = b"data", **fields: Any) -> ShardRecord:
 
 
 def report(member: str, *paths: str, attempt: AttemptRecord = ATTEMPT) -> tuple[MemberReport, Pin]:
-    shards = [shard(path, **{"pin": pin(path, member)}) for path in paths]
+    shards = [shard(path, pin=pin(path, member)) for path in paths]
     made = sealing.report(attempt, shards, member=member, host="h", writer="w")
     return made, Pin(f"members/{member}", "v", 1, "d")
 

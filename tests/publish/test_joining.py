@@ -1,0 +1,161 @@
+"""Which save belongs to which attempt: decided without a clock, and refused where it cannot be told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cachefs.formats.manifest import Close, Manifest, Order, Pin, ReportPin, Shard
+from cachefs.formats.records import AttemptRecord, SharedRecord, State
+from cachefs.publish.joining import Absent, Join, Refuse, decide, shares, unwanted
+
+CLOSE = Close("r", "g", "o", "a", "auto", "marker", "A", "")
+
+
+def offer(attempt: str, **fields: Any) -> SharedRecord:
+    base = SharedRecord(attempt, "r", "g", "directory", 1, 1, 1, ("a", "b"), 2, 5)
+    return msgspec.structs.replace(base, **fields)
+
+
+def save(serial: int, state: State = State.OPEN, **fields: Any) -> AttemptRecord:
+    base = AttemptRecord(f"s{serial}", "r/g", "r", "g", "directory", "auto", 1, 0.0, serial, state)
+    return msgspec.structs.replace(base, **fields)
+
+
+def decided(offers: list[SharedRecord], saves: list[AttemptRecord], *, looked: int = 0, started: int = 0) -> Any:
+    return decide(offers, saves, member="b", looked=looked, started=started)
+
+
+def test_one_save_and_one_attempt() -> None:
+    assert decided([offer("o")], [save(1)]) == [Join("o", "s1")]
+    assert decided([offer("o", close=CLOSE)], [save(1, State.STAGED)]) == [Join("o", "s1")]
+
+
+def test_nothing_is_decided_before_there_is_a_save_or_a_close() -> None:
+    assert decided([offer("o")], []) == []
+    assert decided([offer("o", close=CLOSE)], []) == [Absent("o")]
+
+
+def test_a_save_that_was_abandoned_since_the_last_look_is_this_ones_part() -> None:
+    (only,) = decided([offer("o")], [save(4, State.ABANDONED, error="torn")], looked=3)
+    assert only == Refuse("o", "its save was abandoned: torn")
+    assert decided([offer("o", close=CLOSE)], [save(4, State.ABANDONED)], looked=4) == [Absent("o")], "an older one"
+
+
+@pytest.mark.parametrize(
+    ("offers", "saves"),
+    [
+        (["o"], [save(1), save(2)]),
+        (["o"], [save(1, State.ABANDONED), save(2)]),
+        (["o", "p"], [save(1)]),
+        (["o", "p"], [save(1, State.STAGED), save(2)]),
+    ],
+)
+def test_two_of_a_name_between_two_looks_cannot_be_told_apart(offers: list[str], saves: list[AttemptRecord]) -> None:
+    found = decided([offer(name) for name in offers], saves)
+    assert [one.shared for one in found if isinstance(one, Refuse)] == offers
+    waiting = {one.attempt for one in saves if not one.state.final}
+    assert all(set(one.locals) == waiting for one in found), "nor can they belong to a later one"
+
+
+def test_an_attempt_that_was_closed_before_this_daemon_was_there() -> None:
+    """What its predecessor wrote, it cannot know; a save that it finds in its journal was there."""
+    late = offer("o", close=CLOSE, late=True)
+    assert isinstance(decided([late], [])[0], Refuse)
+    assert isinstance(decided([late], [save(8)], started=7)[0], Refuse)
+    assert decided([late], [save(7)], started=7) == [Join("o", "s7")]
+
+
+def test_an_attempt_that_was_opened_for_a_save() -> None:
+    """The wish tells which save is meant, whatever else there is."""
+    saves = [save(1), save(2)]
+    assert decided([offer("o", wish="s1")], saves) == [Join("o", "s1")]
+    assert isinstance(decided([offer("o", wish="s1")], [save(1, State.ABANDONED)])[0], Refuse)
+    assert decided([offer("o", wish="s1"), offer("p")], saves) == [Join("o", "s1"), Join("p", "s2")]
+
+
+def test_a_member_whose_save_has_another_attempt_does_not_claim_to_have_none() -> None:
+    busy = save(1, State.FLUSHED, shared="other", opened_epoch=1)
+    (only,) = decided([offer("o", close=CLOSE)], [busy])
+    assert only == Refuse("o", "the save of this member belongs to another attempt")
+    assert decided([offer("o")], [busy]) == []
+
+
+def test_attempts_of_other_members_are_none_of_its_business() -> None:
+    assert decided([offer("o", members=("a", "c"))], [save(1)]) == []
+
+
+def test_a_generation_of_one_file_is_one_members() -> None:
+    theirs = offer("o", kind="file", members=("a",))
+    assert "is the file of member a" in unwanted([theirs], save(1, kind="file"), "b")
+    assert unwanted([theirs], save(1, kind="file"), "a") == ""
+    assert unwanted([offer("o")], save(1), "b") == ""
+
+
+states = st.sampled_from([State.OPEN, State.STAGED, State.ABANDONED, State.PUBLISHED])
+saves = st.lists(st.tuples(states, st.booleans()), max_size=4).map(
+    lambda found: [
+        save(serial, state, **({"shared": f"x{serial}", "opened_epoch": 1} if joined else {}))
+        for serial, (state, joined) in enumerate(found, 1)
+    ]
+)
+offers = st.lists(
+    st.builds(
+        lambda closed, late, wish: {"close": CLOSE if closed or late else None, "late": late, "wish": wish},
+        st.booleans(),
+        st.booleans(),
+        st.sampled_from(["", "s1", "s2", "elsewhere"]),
+    ),
+    max_size=3,
+).map(lambda found: [offer(f"o{number}", **fields) for number, fields in enumerate(found)])
+
+
+@given(offers, saves, st.integers(0, 4), st.integers(0, 4))
+def test_what_holds_for_every_decision(
+    found: list[SharedRecord], mine: list[AttemptRecord], looked: int, started: int
+) -> None:
+    decisions = decided(found, mine, looked=looked, started=started)
+    shared = [one.shared for one in decisions]
+    assert len(set(shared)) == len(shared), "one decision for an attempt"
+    joined = [one.local for one in decisions if isinstance(one, Join)]
+    assert len(set(joined)) == len(joined), "a save belongs to one attempt"
+    by_id, offered = {one.attempt: one for one in mine}, {one.attempt: one for one in found}
+    for one in decisions:
+        if isinstance(one, Join):
+            assert by_id[one.local].opened_epoch is None
+            assert not by_id[one.local].state.final
+        elif isinstance(one, Absent):
+            assert offered[one.shared].close is not None
+            assert all(part.state.final for part in mine), "a member with a save does not say that it has none"
+    guessed = [one for one in decisions if isinstance(one, Join) and offered[one.shared].wish != one.local]
+    assert len(guessed) <= 1, "more than one without a wish would be a guess"
+
+
+def shard(path: str, member: str, size: int) -> Shard:
+    return Shard((path,), member, Pin(path, "v", size, "d"), 8, ("d",), 0o600, 0)
+
+
+sizes = st.lists(st.tuples(st.sampled_from(["a", "b", "c"]), st.integers(0, 1000)), max_size=12)
+
+
+@given(sizes, st.integers(1, 3))
+def test_members_read_what_others_wrote(given_sizes: list[tuple[str, int]], count: int) -> None:
+    members = ["a", "b", "c"][:count]
+    found = [shard(str(n), writer, size) for n, (writer, size) in enumerate(given_sizes) if writer in members]
+    manifest = Manifest(
+        "r", "g", "t", "directory", Order(1, 1, 1), 1, "a", "auto",
+        tuple(ReportPin(name, Pin("k", "v", 1, "d")) for name in members), tuple(found), (), (), (), "",
+    )  # fmt: skip
+    parts = shares(manifest)
+    assert sorted(parts) == members
+    assert sorted(one.paths for part in parts.values() for one in part) == sorted(one.paths for one in found)
+    if count > 1:
+        assert all(one.member != tester for tester, part in parts.items() for one in part)
+    loads = [sum(max(one.pin.size, 1) for one in part) for part in parts.values()]
+    if count > 2 and len({one.member for one in found}) == 1:
+        readers = [load for name, load in zip(parts, loads, strict=True) if name != found[0].member]
+        assert max(readers) - min(readers) <= max((one.pin.size for one in found), default=0) + 1

@@ -1,0 +1,277 @@
+"""Several members: what is published is complete, what cannot be is abandoned with a name and a reason."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
+
+import pytest
+import trio
+
+from cachefs.formats.manifest import Shard
+from cachefs.formats.pointer import Pointer
+from cachefs.formats.records import State
+from cachefs.restore.reader import versions
+from cachefs.store.base import ObjectStore
+from tests.conftest import DeclaredWarnings
+from tests.publish.cluster import Cluster
+from tests.publish.stage import RUN, memory
+
+Clusters = Callable[..., AbstractAsyncContextManager[Cluster]]
+A = {"a.bin": b"of member a, quite long"}
+B = {"b.bin": b"of member b"}
+C = {"c.bin": b"of member c"}
+
+
+@pytest.fixture
+def clusters(tmp_path: Path) -> Clusters:
+    @asynccontextmanager
+    async def make(store: ObjectStore | None = None) -> AsyncIterator[Cluster]:
+        async with trio.open_nursery() as nursery:
+            cluster = Cluster(tmp_path, store or memory(), nursery)
+            yield cluster
+            nursery.cancel_scope.cancel()
+        for node in cluster.nodes.values():
+            node.close()
+
+    return make
+
+
+def shards(cluster: Cluster) -> dict[str, str]:
+    """Return who wrote which file of the newest published generation."""
+    manifest = next(iter(cluster.nodes.values())).manifest()
+    return {path: shard.member for shard in manifest.shards for path in shard.paths}
+
+
+def newest(cluster: Cluster) -> tuple[Shard, ...]:
+    """Return the shards of the newest published generation."""
+    return next(iter(cluster.nodes.values())).manifest().shards
+
+
+def pointers(cluster: Cluster) -> list[Pointer]:
+    """Return the pointer's versions, newest first."""
+    node = next(iter(cluster.nodes.values()))
+    return [seen.pointer for seen in versions(cluster.store, node.keys, RUN)]
+
+
+@pytest.mark.parametrize("marked", ["a", "b", "c"])
+async def test_a_save_of_three_members(clusters: Clusters, marked: str) -> None:
+    """The marker may appear on any of them."""
+    async with clusters() as cluster:
+        await cluster.start("a", "b", "c")
+        saves = cluster.save("step-1", 1, a=A, b=B, c=C)
+        await trio.sleep(100)
+        assert cluster.published() == []
+        cluster.nodes[marked].mark(saves[marked])
+        await cluster.until_state("step-1", State.PUBLISHED)
+        assert cluster.published() == ["step-1"]
+        assert shards(cluster) == {"a.bin": "a", "b.bin": "b", "c.bin": "c"}
+        for name, node in cluster.nodes.items():
+            await cluster.until(lambda: not node.shards(saves[name]), "the local bytes are released")  # noqa: B023
+
+
+async def test_members_without_files_say_so(clusters: Clusters) -> None:
+    async with clusters() as cluster:
+        await cluster.start("a", "b", "c")
+        saves = cluster.save("step-1", 1, a=A)
+        cluster.nodes["a"].mark(saves["a"])
+        await cluster.until_state("step-1", State.PUBLISHED)
+        assert shards(cluster) == {"a.bin": "a"}
+        assert [entry.member for entry in cluster.nodes["a"].manifest().members] == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("writers", ["b", "bc"])
+async def test_a_save_in_which_the_owner_has_no_part(clusters: Clusters, writers: str) -> None:
+    """Nobody but the owner opens attempts: the others ask for it."""
+    async with clusters() as cluster:
+        await cluster.start("a", "b", "c")
+        saves = cluster.save("step-1", 1, **{name: {name: b"bytes"} for name in writers})
+        cluster.nodes["b"].mark(saves["b"])
+        await cluster.until_state("step-1", State.PUBLISHED, "a", *writers)
+        assert shards(cluster) == {name: name for name in writers}
+
+
+async def test_an_owner_that_is_no_member(clusters: Clusters) -> None:
+    """The promotion service: it alone may write the pointer."""
+    async with clusters() as cluster:
+        await cluster.add("promoter", owner=True, names=("b", "c"), count=2)
+        for name in ("b", "c"):
+            await cluster.add(name, owner=False, names=("b", "c"), count=2)
+        saves = cluster.save("step-1", 1, b=B, c=C)
+        cluster.nodes["c"].mark(saves["c"])
+        await cluster.until_state("step-1", State.PUBLISHED, "b", "c")
+        assert shards(cluster) == {"b.bin": "b", "c.bin": "c"}
+        assert {pointer.owner.split("/")[0] for pointer in pointers(cluster)} == {"promoter"}
+
+
+async def test_members_of_whom_only_the_number_is_known(clusters: Clusters) -> None:
+    async with clusters() as cluster:
+        await cluster.start("a", "b", "c", count=3)
+        saves = cluster.save("step-1", 1, a=A, b=B)
+        cluster.nodes["b"].mark(saves["b"])
+        await cluster.until_state("step-1", State.PUBLISHED)
+        assert shards(cluster) == {"a.bin": "a", "b.bin": "b"}
+
+
+async def test_a_missing_member(clusters: Clusters, declared_warnings: DeclaredWarnings) -> None:
+    """It is named, on every member; the pointer stays; the next save is published without the operator."""
+    declared_warnings("generation abandoned")
+    async with clusters() as cluster:
+        await cluster.start("a", "b", "c")
+        saves = cluster.save("step-1", 1, a=A, b=B, c=C)
+        await cluster.nodes["c"].kill()
+        gone = cluster.nodes.pop("c")
+        cluster.nodes["a"].mark(saves["a"])
+        await cluster.until_state("step-1", State.ABANDONED)
+        for node in cluster.nodes.values():
+            assert "reports of c for 600 s: a member is missing" in node.latest("step-1").error
+        assert cluster.published() == []
+        cluster.nodes["c"] = await cluster.add("c", owner=False, names=("a", "b", "c"), count=3)
+        saves = cluster.save("step-2", 2, a=A, b=B, c=C)
+        cluster.nodes["a"].mark(saves["a"])
+        await cluster.until_state("step-2", State.PUBLISHED)
+        assert cluster.published() == ["step-2"]
+        assert gone.closed
+
+
+async def test_different_bytes_in_one_path(clusters: Clusters, declared_warnings: DeclaredWarnings) -> None:
+    declared_warnings("generation abandoned")
+    async with clusters() as cluster:
+        await cluster.start("a", "b")
+        saves = cluster.save("step-1", 1, a={"same": b"one"}, b={"same": b"two"})
+        cluster.nodes["a"].mark(saves["a"])
+        await cluster.until_state("step-1", State.ABANDONED)
+        for node in cluster.nodes.values():
+            assert "members a and b have different bytes in same" in node.latest("step-1").error
+        assert cluster.published() == []
+
+
+async def test_a_member_whose_save_was_abandoned(clusters: Clusters, declared_warnings: DeclaredWarnings) -> None:
+    """At once, and not after the deadline."""
+    declared_warnings("generation abandoned")
+    async with clusters() as cluster:
+        await cluster.start("a", "b")
+        saves = cluster.save("step-1", 1, a=A, b=B)
+        b = cluster.nodes["b"]
+        await cluster.until(lambda: b.latest("step-1").shared, "b has joined")
+        b.journal.write_now(lambda txn: txn.update_attempt(saves["b"], state=State.ABANDONED, error="disk failed"))
+        cluster.nodes["a"].mark(saves["a"])
+        with trio.fail_after(300):
+            await cluster.until_state("step-1", State.ABANDONED)
+        assert (
+            "member b cannot take part: its save was abandoned: disk failed"
+            in cluster.nodes["a"].latest("step-1").error
+        )
+
+
+async def test_the_same_generation_again(clusters: Clusters) -> None:
+    """Training that resumed writes a step a second time: the second save is another attempt on all members."""
+    async with clusters() as cluster:
+        await cluster.start("a", "b")
+        for data in (b"first", b"second"):
+            saves = cluster.save("step-1", 1, a={"a": data}, b={"b": data})
+            cluster.nodes["b"].mark(saves["b"])
+            await cluster.until_state("step-1", State.PUBLISHED)
+            read = {shard.paths[0]: cluster.store.get(shard.pin.key, shard.pin.version_id) for shard in newest(cluster)}
+            assert {path: found[1] for path, found in read.items() if found} == {"a": data, "b": data}
+
+
+async def test_two_saves_between_two_looks(clusters: Clusters, declared_warnings: DeclaredWarnings) -> None:
+    """Which of them belongs to which attempt cannot be told: neither is published, and a later one is."""
+    declared_warnings("generation abandoned")
+    declared_warnings("cannot take part")
+    async with clusters() as cluster:
+        await cluster.start("a", "b")
+        for _ in range(2):
+            saves = cluster.save("step-1", 1, a=A, b=B)
+            for name, attempt in saves.items():
+                cluster.nodes[name].mark(attempt)
+        await cluster.until_state("step-1", State.ABANDONED)
+        assert "cannot be told" in cluster.nodes["a"].latest("step-1").error
+        assert cluster.published() == []
+        saves = cluster.save("step-2", 2, a=A, b=B)
+        cluster.nodes["b"].mark(saves["b"])
+        await cluster.until_state("step-2", State.PUBLISHED)
+
+
+# owners that come and go
+
+
+async def test_a_new_owner_finishes_what_the_old_one_left(clusters: Clusters) -> None:
+    """On another node, with nothing on its disk: all members have reported, so the attempt is complete."""
+    async with clusters() as cluster:
+        await cluster.start("a", "b", "c")
+        saves = cluster.save("step-1", 1, a=A, b=B, c=C)
+        cluster.nodes["b"].mark(saves["b"])
+        keys = cluster.nodes["a"].keys
+        reports = keys.members("exp/a", saves["a"])
+        await cluster.until(lambda: len(cluster.store.list(reports).keys) >= 2, "two have reported")
+        await cluster.nodes["a"].kill()
+        a = cluster.nodes.pop("a")
+        assert cluster.published() == []
+        if len(cluster.store.list(reports).keys) < 3:
+            cluster.nodes["a"] = await cluster.add("a", owner=False, names=("a", "b", "c"), count=3)
+        await cluster.add("d", owner=True, names=("b", "c", "d"), count=3)
+        await cluster.until_state("step-1", State.PUBLISHED, "b", "c", "d")
+        assert shards(cluster) == {"a.bin": "a", "b.bin": "b", "c.bin": "c"}
+        assert a.closed
+
+
+async def test_an_owner_that_starts_again(clusters: Clusters) -> None:
+    async with clusters() as cluster:
+        await cluster.start("a", "b")
+        saves = cluster.save("step-1", 1, a=A, b=B)
+        for state in (State.FLUSHED, State.SEALED, State.TESTED):
+            cluster.nodes["b"].mark(saves["b"])
+            a = cluster.nodes["a"]
+            await cluster.until(lambda: a.latest("step-1").state.rank >= state.rank, state.value)  # noqa: B023
+            await cluster.restart("a")
+        await cluster.until_state("step-1", State.PUBLISHED)
+        assert shards(cluster) == {"a.bin": "a", "b.bin": "b"}
+
+
+# members that come and go
+
+
+async def test_a_member_that_starts_again_goes_on(clusters: Clusters) -> None:
+    async with clusters() as cluster:
+        await cluster.start("a", "b")
+        saves = cluster.save("step-1", 1, a=A, b=B)
+        await cluster.restart("b")
+        cluster.nodes["a"].mark(saves["a"])
+        await cluster.until_state("step-1", State.PUBLISHED)
+        assert shards(cluster) == {"a.bin": "a", "b.bin": "b"}
+
+
+async def test_a_member_that_lost_its_disk_after_the_close(
+    clusters: Clusters, declared_warnings: DeclaredWarnings
+) -> None:
+    """It cannot know what was on it, and says so: nothing is published without its files."""
+    declared_warnings("generation abandoned")
+    declared_warnings("cannot take part")
+    async with clusters() as cluster:
+        await cluster.start("a", "b")
+        b = cluster.nodes["b"]
+        b.deaf = True
+        saves = cluster.save("step-1", 1, a=A, b=B)
+        cluster.nodes["a"].mark(saves["a"])
+        closed = cluster.nodes["a"].keys.close("exp/a", saves["a"])
+        await cluster.until(lambda: cluster.store.get(closed), "closed")
+        await cluster.restart("b", lose_disk=True)
+        await cluster.until_state("step-1", State.ABANDONED)
+        assert "member b cannot take part: it was closed before" in cluster.nodes["a"].latest("step-1").error
+        assert cluster.published() == []
+
+
+async def test_a_member_that_lost_its_disk_before_the_close(clusters: Clusters) -> None:
+    """Training starts again and writes all files of the save a second time."""
+    async with clusters() as cluster:
+        await cluster.start("a", "b")
+        saves = cluster.save("step-1", 1, a=A, b=B)
+        await cluster.until(lambda: cluster.nodes["b"].latest("step-1").shared, "joined")
+        await cluster.restart("b", lose_disk=True)
+        cluster.nodes["b"].write("step-1", 1, {"b.bin": b"again"})
+        cluster.nodes["a"].mark(saves["a"])
+        await cluster.until_state("step-1", State.PUBLISHED)
+        assert shards(cluster) == {"a.bin": "a", "b.bin": "b"}
