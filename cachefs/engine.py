@@ -236,6 +236,7 @@ class Engine:
                 started=self._started,
                 close=self._close,
                 joined=self._flusher.wake,
+                confirm=self._gate.confirm,
             )
             self._looking = Looking(self._journal, self._writes(), settings, member, collector)
             await nursery.start(self._looking.run)

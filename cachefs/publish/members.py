@@ -27,7 +27,7 @@ from cachefs.journal import Journal, Txn
 from cachefs.publish import joining, sealing
 from cachefs.publish.joining import Absent, Decision, Join, Refuse
 from cachefs.publish.promotion import left_the_list
-from cachefs.publish.settings import Settings
+from cachefs.publish.settings import Confirm, Settings, sure
 from cachefs.publish.sharing import read_share
 from cachefs.publish.steps import forget_shards, record_published, update
 from cachefs.publish.writes import Conflict, Writes, pin_of
@@ -66,10 +66,11 @@ class Member:
         started: int,
         close: Callable[[CloseAsked], None],
         joined: Callable[[], None] = lambda: None,
+        confirm: Confirm = sure,
     ) -> None:
         """Shares of restore tests are read in `nursery`. `started` is the serial of the newest save when the daemon
         started. `close` carries a CloseAsked out; it is asked again at every look until the save is closed. `joined` is
-        called when there may be something to send.
+        called when there may be something to send, `confirm` before damage is reported.
         """
         self._journal = journal
         self._writes = writes
@@ -78,6 +79,7 @@ class Member:
         self._started = started
         self._close = close
         self._joined = joined
+        self._confirm = confirm
         self._looked: set[str] = set()
         """The runs that this process has looked at."""
         self._closes: dict[str, Close] = {}
@@ -325,6 +327,8 @@ class Member:
         member, keys = self._settings.member, self._writes.keys
         try:
             ours = await read_share(self._writes, manifest, self._settings, pin)
+            if ours.error:
+                await self._confirm(CorruptError(ours.error))
             key = keys.member_test(record.run, record.attempt, manifest.epoch, member)
             await self._writes.create(key, ours, sealing.same_test)
             await self._journal.write(lambda txn: _tested(txn, record.attempt, manifest.epoch))

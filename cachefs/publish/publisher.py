@@ -18,7 +18,7 @@ from cachefs.journal import Journal, Txn
 from cachefs.publish import rules
 from cachefs.publish.ownership import Ownership
 from cachefs.publish.sealing import Completeness, no_checks
-from cachefs.publish.settings import Settings
+from cachefs.publish.settings import Confirm, Settings, sure
 from cachefs.publish.steps import Steps, Unpublishable, update
 from cachefs.publish.writes import Pause, Writes, wait
 from cachefs.staging.pins import PinReader
@@ -43,14 +43,6 @@ async def _nothing(run: str) -> None:
     pass
 
 
-Confirm = Callable[[Exception], Awaitable[None]]
-"""Returns when an error is no sign that the store is another one than has passed the probe; else it is cancelled."""
-
-
-async def _sure(error: Exception) -> None:
-    pass
-
-
 class Publisher:
     """Publishes the attempts in the journal. `completeness` checks formats; `changed` hears of every change."""
 
@@ -67,7 +59,7 @@ class Publisher:
         completeness: Completeness = no_checks,
         changed: Changed = _nobody,
         take_over: TakeOver = _nothing,
-        confirm: Confirm = _sure,
+        confirm: Confirm = sure,
     ) -> None:
         """`take_over` is called once for each run that this process owns, before the first step in it; `confirm` before
         an attempt is given up for what the store has answered.

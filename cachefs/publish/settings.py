@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from typing import Literal
 
 import msgspec
 
 from cachefs.formats.records import AttemptRecord
 from cachefs.publish.loading import Load
+
+Confirm = Callable[[Exception], Awaitable[None]]
+"""Returns when an error is no sign that the store is another one than has passed the probe; else it is cancelled."""
+
+
+async def sure(error: Exception) -> None:
+    """Confirm every error."""
 
 
 class Settings(msgspec.Struct, frozen=True):
