@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import msgspec
 import trio
 
 from cachefs import __version__, link, log
@@ -39,6 +40,8 @@ from cachefs.publish.ownership import Ownership
 from cachefs.publish.publisher import Publisher
 from cachefs.publish.steps import Settings as PublishSettings
 from cachefs.publish.writes import Writes
+from cachefs.retention.keeper import Counts, Keeper
+from cachefs.retention.plan import Policy
 from cachefs.staging.pins import PinReader
 from cachefs.store.base import ObjectStore
 from cachefs.store.hop import Threads
@@ -142,6 +145,7 @@ class Engine:
             is_loose=lambda path: self._placer.place(path) is None,
         )
         self._publisher: Publisher | None = None
+        self._keeper: Keeper | None = None
 
     async def run(self) -> None:
         """Work until the mount process closes its end of the link."""
@@ -211,6 +215,15 @@ class Engine:
         async with trio.open_nursery() as nursery:
             await nursery.start(self._flusher.run)
             await nursery.start(self._publisher.run)
+            if config.gc:
+                self._keeper = Keeper(
+                    Writes(self._store, self._keys, self._hop),
+                    Policy(config.keep_last, config.keep_hourly, config.keep_daily, config.gc_grace),
+                    ownership.owned,
+                    interval=config.gc_interval,
+                    holder=f"gc of {config.member}",
+                )
+                nursery.start_soon(self._keeper.run)
             if config.loose:
                 # What changed while nobody looked is found by its identity.
                 for name in map(os.fsencode, os.listdir(self._tree_fd)):
@@ -240,6 +253,7 @@ class Engine:
             orphans_aborted=flushed.orphans_aborted,
             failures=dict(flushed.failures),
             requests=dict(self._hop.requests),
+            gc=msgspec.structs.asdict(self._keeper.counts if self._keeper else Counts()),
         )
 
 

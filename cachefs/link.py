@@ -48,7 +48,9 @@ class Changed(msgspec.Struct, frozen=True, tag="changed"):
 
 
 class Figures(msgspec.Struct, frozen=True, tag="figures"):
-    """What the engine does. Counters are totals since its start; `requests` by "operation outcome"."""
+    """What the engine does. Counters are totals since its start; `requests` by "operation outcome",
+    `gc` by the fields of retention.keeper.Counts.
+    """
 
     blocked: str
     health: str
@@ -57,6 +59,7 @@ class Figures(msgspec.Struct, frozen=True, tag="figures"):
     orphans_aborted: int
     failures: dict[str, int]
     requests: dict[str, int]
+    gc: dict[str, int] = {}
 
 
 ToEngine = Start | Hint | LooseChanged

@@ -8,8 +8,10 @@ published as ever, since the order of promotion looks at what is published now.
 
 from __future__ import annotations
 
+import msgspec
+
 from cachefs.errors import ConditionFailed, NotFoundError
-from cachefs.formats.pointer import Pointer, Published
+from cachefs.formats.pointer import OpenAttempt, Pointer, Published
 from cachefs.publish import rules
 from cachefs.publish.promotion import Identity
 from cachefs.publish.rules import Already, Cas, Refused
@@ -17,8 +19,19 @@ from cachefs.publish.writes import Writes
 from cachefs.restore.reader import Seen, read_version
 
 
-async def rollback(writes: Writes, run: str, seen: Seen, target: Published, who: Identity) -> Pointer | Already:
-    """Make the run's pointer name `target` again; return the pointer as written and read back, or Already.
+class RolledBack(msgspec.Struct, frozen=True):
+    """The pointer that was written, what was published before, the attempts that were ended, and what is published
+    now: another generation, if one was promoted since.
+    """
+
+    pointer: Pointer
+    left: Published | None
+    ended: tuple[OpenAttempt, ...]
+    now: Published | None
+
+
+async def rollback(writes: Writes, run: str, seen: Seen, target: Published, who: Identity) -> RolledBack | Already:
+    """Make the run's pointer name `target` again, and read it back; Already when it is what the pointer names.
 
     `seen` is the pointer at which `target` was found, before it was validated; epoch and owner stay. May be repeated.
     Raises NotFoundError when garbage collection has retired the target since, CorruptError when the pointer is gone or
@@ -32,8 +45,9 @@ async def rollback(writes: Writes, run: str, seen: Seen, target: Published, who:
             raise NotFoundError(ours.reason, hint="cachefs ls shows what can be rolled back to")
         if isinstance(ours, Already):
             return ours
-        if (await writes.swap(run, ours)).outcome is not Cas.LOST:
-            return ours
+        swap = await writes.swap(run, ours)
+        if swap.outcome is not Cas.LOST:
+            return RolledBack(ours, seen.pointer.published, seen.pointer.open, swap.current.pointer.published)
         await writes.pause(ConditionFailed(f"the pointer of run {run!r} was replaced meanwhile"), retries)
         retries += 1
         before, seen = seen, await _current(writes, run)

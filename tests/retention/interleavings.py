@@ -1,0 +1,227 @@
+"""One run, several processes, every order of their requests to the store.
+
+    collector   one pass of garbage collection
+    reader      finds a generation, leases it, reads all of it, ends the lease; may die anywhere
+    rollback    finds a generation, leases and validates it, moves the pointer back to it, ends the lease
+    promoter    promotes an attempt that is open, sealed and tested
+    opener      announces an attempt whose open record an earlier process has left, uploads, seals, tests, promotes
+
+Two neighbouring requests of two processes that do not concern the same keys, or change nothing, can be exchanged: of
+all orders that differ only by such exchanges one is run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
+from typing import Any
+
+from cachefs.errors import CachefsError, NotFoundError
+from cachefs.formats.pointer import OpenAttempt, Published
+from cachefs.publish.promotion import Identity, announce, promote
+from cachefs.publish.rollback import RolledBack, rollback
+from cachefs.publish.rules import Already, Refused
+from cachefs.publish.writes import Writes
+from cachefs.restore import leases
+from cachefs.restore.leases import LEASE_LIFE, Held
+from cachefs.restore.reader import history, load_manifest
+from cachefs.restore.verify import verify, verify_shard
+from cachefs.retention.executor import Collector
+from tests.publish.schedules import Choose, ParkingHop, Process
+from tests.retention.world import DAY, HOUR, LEAST, World, memory
+from tests.store.faults import EFFECTS, Call
+
+
+async def no_pause(error: CachefsError, retries: int) -> None:
+    pass
+
+
+class Lost(AssertionError):
+    """Somebody lost what was promised to them."""
+
+
+class Scene:
+    """One order in progress. `world` holds step-1, which nothing keeps, step-2 and step-3, which stay, the open attempt
+    `p` of step 5, sealed, and the open record of `q`, which was never announced.
+    """
+
+    def __init__(self, choose: Choose, cast: Sequence[str], *, dies: bool = False) -> None:
+        self.choose = choose
+        self.dies = dies
+        self.world = world = World(memory())
+        world.saves(1, 2, 3)
+        self.candidate = world.seal(5, world.open(5, "p"))
+        world.open(6, "q", announced=False)
+        world.wait(DAY + HOUR)
+        self.trace: list[str] = []
+        self._last: tuple[str, list[Call]] = ("", [])
+        roles: dict[str, Callable[[], Coroutine[Any, Any, Any]]] = {
+            "collector": self.collector,
+            "other collector": self.collector,
+            "reader": self.reader,
+            "rollback": self.rollback,
+            "promoter": self.promoter,
+            "opener": self.opener,
+        }
+        self.processes = [Process(name, roles[name]()) for name in cast]
+
+    # the cast
+
+    def writes(self) -> Writes:
+        return Writes(self.world.store, self.world.keys, ParkingHop(), no_pause)
+
+    async def collector(self) -> object:
+        world = self.world
+        made = Collector(self.writes(), LEAST, workers=1, new_id=world.new_id, at=world.at)
+        return await made.collect(world.run)
+
+    async def _read(self, held: Held) -> None:
+        """Read all of a generation on which a lease is held; fail when something of it is gone."""
+        hop, world = ParkingHop(), self.world
+        try:
+            manifest = await hop(load_manifest, world.store, world.run, held.published)
+            for shard in manifest.shards:
+                await hop(verify_shard, world.store, shard, "bytes")
+        except CachefsError as error:
+            raise Lost(f"the holder of a lease lost what it reads: {error}") from error
+
+    async def _take(self, generation: str) -> Held:
+        world = self.world
+        return await leases.take(
+            world.store, world.keys, ParkingHop(), world.run, generation, new_id=world.new_id, at=world.at
+        )
+
+    async def _end(self, held: Held) -> None:
+        assert held.lease is not None
+        await ParkingHop()(self.world.store.delete_version, held.lease.key, held.lease.version_id)
+
+    async def reader(self) -> Held:
+        held = await self._take("step-1")
+        await self._read(held)
+        await self._end(held)
+        return held
+
+    async def rollback(self) -> RolledBack | Already:
+        held = await self._take("step-1")
+        await self._read(held)
+        who = Identity("operator", nonce=self.world.new_id, at=self.world.at)
+        done = await rollback(self.writes(), self.world.run, held.seen, held.published, who)
+        await self._end(held)
+        return done
+
+    def _who(self) -> Identity:
+        return Identity(self.world.owner[0], nonce=self.world.new_id, at=self.world.at)
+
+    async def promoter(self) -> Published | Refused:
+        epoch = self.world.owner[1]
+        return await promote(
+            self.writes(), self.world.run, self.candidate, self._who(), epoch=epoch, sealed_epoch=epoch
+        )
+
+    async def opener(self) -> Published | Refused:
+        world, hop, epoch = self.world, ParkingHop(), self.world.owner[1]
+        opened = OpenAttempt("step-6", "q")
+        refused = await announce(self.writes(), world.run, opened, self._who(), epoch=epoch, ended=())
+        if refused is not None:
+            return refused
+        published = await hop(self._seal)
+        await hop(self._test, published)
+        return await promote(self.writes(), world.run, published, self._who(), epoch=epoch, sealed_epoch=epoch)
+
+    def _seal(self) -> Published:
+        """Upload and seal in one go, through the store that is watched."""
+        world, inner = self.world, self.world.inner
+        world.inner = world.store
+        try:
+            return world.seal(6, "q")
+        finally:
+            world.inner = inner
+
+    def _test(self, published: Published) -> None:
+        verify(self.world.store, load_manifest(self.world.store, self.world.run, published), "bytes", workers=1)
+
+    # one order
+
+    def run(self) -> bool:
+        """Run to the end and check it; return False for an order that is equal to another one."""
+        try:
+            while ready := self._ready():
+                act = ready[self.choose(len(ready))] if len(ready) > 1 else ready[0]
+                if not act():
+                    return False
+                if any(call.operation in EFFECTS for call in self._last[1]):
+                    self.world.check()
+            self._check_end()
+        except AssertionError as error:
+            raise AssertionError(f"{error}\norder: " + ", ".join(self.trace)) from error
+        return True
+
+    def _ready(self) -> list[Callable[[], bool]]:
+        ready = [partial(self._deliver, process) for process in self.processes if process.request]
+        if self.dies:
+            reader = next(process for process in self.processes if process.name == "reader")
+            # A death concerns nobody else: it comes right after the last request of who dies.
+            if reader.request and self._last[0] == "reader":
+                ready.append(partial(self._kill, reader))
+        return ready
+
+    def _deliver(self, process: Process) -> bool:
+        assert process.request is not None
+        before = len(self.world.store.calls)
+        self.trace.append(f"{process.name} {process.request.name}")
+        process.deliver()
+        if isinstance(process.error, AssertionError):
+            raise process.error
+        name, calls = process.name, self.world.store.calls[before:]
+        earlier, self._last = self._last, (name, calls)
+        return not (earlier[0] > name and not _concern(earlier[1], calls))
+
+    def _kill(self, process: Process) -> bool:
+        self.trace.append(f"{process.name} dies")
+        process.kill()
+        return True
+
+    def _check_end(self) -> None:
+        world = self.world
+        named = [entry.published for entry in history(world.inner, world.keys, world.run)]
+        for process in self.processes:
+            outcome = process.error or process.result
+            match process.name, outcome:
+                case _, None:
+                    assert process.killed, f"{process.name} returned nothing"
+                case (("collector" | "other collector"), CachefsError()):
+                    raise AssertionError(f"{process.name} failed: {outcome}")
+                case (("promoter" | "opener"), Published()):
+                    assert outcome in named, "told published, but it never was"
+                case "promoter", Refused():
+                    assert self.candidate not in named, "told refused, but it was published"
+                case (("reader" | "rollback"), Exception()):
+                    assert isinstance(outcome, NotFoundError), f"{process.name} ended with {outcome!r}"
+        # Whoever is gone has left nothing that a later pass cannot remove.
+        world.wait(max(LEASE_LIFE, DAY))
+        for _ in range(2):
+            Process("last", self.collector()).finish()
+        world.check()
+        alive = {one.attempt for one in (*named, *world.pointer.open)} & world.attempts()
+        assert world.attempts() == alive, "garbage is left for ever"
+        assert len(world.attempts()) <= 2 + len(world.pointer.open), "more is kept than the policy says"
+        assert world.pointer.retired == ()
+        assert world.objects("leases/") == set(), "leases are left for ever"
+
+
+def _concern(one: Sequence[Call], other: Sequence[Call]) -> bool:
+    """Return whether the order of two requests matters: one changes what the other looks at."""
+    return any(
+        (a.operation in EFFECTS or b.operation in EFFECTS) and (_covers(a, b.key) or _covers(b, a.key))
+        for a in one
+        for b in other
+    )
+
+
+def _covers(call: Call, key: str) -> bool:
+    return key.startswith(call.key) if call.operation.startswith("list") else key == call.key
+
+
+def scene(*cast: str, **given: Any) -> Callable[[Choose], bool]:
+    """Return a scenario for `explore`."""
+    return lambda choose: Scene(choose, cast, **given).run()
