@@ -27,7 +27,7 @@ from cachefs.restore import leases
 from cachefs.restore.pool import run_all
 from cachefs.restore.reader import Seen
 from cachefs.retention.plan import Plan, Policy, Version, decide
-from cachefs.retention.view import look, needed
+from cachefs.retention.view import known, look, needed
 from cachefs.store.base import UploadInfo, VersionInfo
 
 BATCH = 100
@@ -113,7 +113,17 @@ class Collector:
         an error later has lost nothing either; the next one goes on.
         """
         self._deleted = self._freed = self._aborted = 0
+        await known(self._writes, run)  # or the next line would write into a run that is not there
         told = await self._ask_the_time(run)
+        try:
+            done = await self._pass(run, told)
+        except CachefsError:
+            await self._drop(told)
+            raise
+        await self._drop(told)
+        return done
+
+    async def _pass(self, run: str, told: _Clock) -> Collected:
         plan, retired, new = await self._retire(run, told)
         held = await self._leased(run, told.now, await self._standing(run))  # after the swap (I14)
         emptied = [
@@ -229,8 +239,18 @@ class Collector:
             if ours is None or (await self._writes.swap(run, ours)).outcome is not Cas.LOST:
                 return
 
+    async def _drop(self, told: _Clock) -> None:
+        """Delete the object that told us the time; if that fails, a pass after the life of a lease does."""
+        writes = self._writes
+        for one in told.standing:
+            if one.key == told.key:
+                try:
+                    await writes.hop(writes.store.delete_version, one.key, one.version_id)
+                except CachefsError:
+                    return
+
     async def _tidy(self, run: str, told: _Clock) -> None:
-        """Delete expired leases, our own, and wishes that nobody has granted in the time of `grace`."""
+        """Delete expired leases, and wishes that nobody has granted in the time of `grace`."""
         writes, keys = self._writes, self._writes.keys
 
         def old() -> list[tuple[str, str]]:
@@ -239,7 +259,7 @@ class Collector:
                 for entry in writes.store.list_versions(keys.wanted(run))
                 if told.now - entry.modified >= self._policy.grace
             ]
-            expired = [one for one in told.standing if one.key == told.key or not one.live(told.now)]
+            expired = [one for one in told.standing if not one.live(told.now)]
             return wishes + [(one.key, one.version_id) for one in expired]
 
         for key, version_id in await writes.read(old):

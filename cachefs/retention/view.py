@@ -32,12 +32,18 @@ async def look(writes: Writes, run: str, *, leased: frozenset[str], now: float) 
     Raises NotFoundError when there never was such a run, CorruptError when its pointer is gone, and otherwise the error
     that kept it from reading something, with the name of that.
     """
+    while True:
+        seen = await known(writes, run)
+        try:
+            return await _look(writes, run, seen, leased=leased, now=now)
+        except CorruptError:
+            # Another pass may have retired and deleted it since the pointer was read.
+            if (await known(writes, run)).etag == seen.etag:
+                raise
+
+
+async def _look(writes: Writes, run: str, seen: Seen, *, leased: frozenset[str], now: float) -> View:
     store, keys = writes.store, writes.keys
-    with needed(f"the pointer of run {run!r}"):
-        seen = await writes.pointer(run)
-    if seen is None:
-        await writes.check_never_existed(run)
-        raise NotFoundError(f"no run {run!r} in the store", hint="cachefs ls shows the runs")
     with needed(f"the history of run {run!r}"):
         chain = [one async for one in _chain(writes, run, seen)]
     history = tuple(entries(chain))
@@ -65,6 +71,16 @@ async def look(writes: Writes, run: str, *, leased: frozenset[str], now: float) 
         leased=leased,
         now=now,
     )
+
+
+async def known(writes: Writes, run: str) -> Seen:
+    """Return the current pointer of a run. Raises as `look`."""
+    with needed(f"the pointer of run {run!r}"):
+        seen = await writes.pointer(run)
+    if seen is None:
+        await writes.check_never_existed(run)
+        raise NotFoundError(f"no run {run!r} in the store", hint="cachefs ls shows the runs")
+    return seen
 
 
 @contextmanager

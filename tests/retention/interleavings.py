@@ -3,6 +3,7 @@
     collector   one pass of garbage collection
     reader      finds a generation, leases it, reads all of it, ends the lease; may die anywhere
     rollback    finds a generation, leases and validates it, moves the pointer back to it, ends the lease
+    ender       takes the open attempt off the pointer's list, as its owner does with what it abandons
     promoter    promotes an attempt that is open, sealed and tested
     opener      announces an attempt whose open record an earlier process has left, uploads, seals, tests, promotes
 
@@ -18,7 +19,7 @@ from typing import Any
 
 from cachefs.errors import CachefsError, NotFoundError
 from cachefs.formats.pointer import OpenAttempt, Published
-from cachefs.publish.promotion import Identity, announce, promote
+from cachefs.publish.promotion import Identity, announce, end, promote
 from cachefs.publish.rollback import RolledBack, rollback
 from cachefs.publish.rules import Already, Refused
 from cachefs.publish.writes import Writes
@@ -41,17 +42,19 @@ class Lost(AssertionError):
 
 
 class Scene:
-    """One order in progress. `world` holds step-1, which nothing keeps, step-2 and step-3, which stay, the open attempt
-    `p` of step 5, sealed, and the open record of `q`, which was never announced.
+    """One order in progress. `world` holds step-1, which nothing keeps, step-2 and step-3, which stay, and the open
+    attempt `p` of step 5, sealed. If somebody is to open it, there is the open record of `q`, which was never
+    announced. Where other garbage will do, there is no step-1.
     """
 
     def __init__(self, choose: Choose, cast: Sequence[str], *, dies: bool = False) -> None:
         self.choose = choose
         self.dies = dies
         self.world = world = World(memory())
-        world.saves(1, 2, 3)
+        world.saves(*((2, 3) if {"opener", "ender"} & set(cast) else (1, 2, 3)))
         self.candidate = world.seal(5, world.open(5, "p"))
-        world.open(6, "q", announced=False)
+        if "opener" in cast:
+            world.open(6, "q", announced=False)
         world.wait(DAY + HOUR)
         self.trace: list[str] = []
         self._last: tuple[str, list[Call]] = ("", [])
@@ -60,6 +63,7 @@ class Scene:
             "other collector": self.collector,
             "reader": self.reader,
             "rollback": self.rollback,
+            "ender": self.ender,
             "promoter": self.promoter,
             "opener": self.opener,
         }
@@ -111,6 +115,10 @@ class Scene:
 
     def _who(self) -> Identity:
         return Identity(self.world.owner[0], nonce=self.world.new_id, at=self.world.at)
+
+    async def ender(self) -> str:
+        await end(self.writes(), self.world.run, ["p"], self._who(), epoch=self.world.owner[1])
+        return "ended"
 
     async def promoter(self) -> Published | Refused:
         epoch = self.world.owner[1]
