@@ -16,9 +16,12 @@ from cachefs.errors import (
 from cachefs.formats.pointer import OpenAttempt
 from cachefs.publish import rules
 from cachefs.publish.rules import Refused
+from cachefs.publish.writes import Writes
 from cachefs.restore.leases import LEASE_LIFE
 from cachefs.restore.reader import find, history
+from cachefs.retention.executor import Collector
 from cachefs.retention.plan import Policy
+from tests.publish.schedules import ParkingHop, Process
 from tests.retention.world import DAY, HOUR, LEAST, World, deletes, hide, memory
 from tests.store.faults import Crash, Rule, denied, ends, lost_answer, lost_request, throttled
 from tests.store.faults import rules as faults
@@ -387,6 +390,29 @@ async def test_a_history_that_a_lifecycle_rule_has_cut_off_keeps_what_it_named(w
 
 
 # Race 34: lost answers, and two passes at once.
+
+
+async def test_a_pass_that_slept_deletes_nothing_that_lives_again(world: World) -> None:
+    """It has seen an orphan retired and sleeps. Another pass finishes it; its owner opens it again under the same id,
+    as a restarted daemon does, and publishes it. The sleeper lists the new objects, and must look before it deletes.
+    """
+    world.saves(1, 2)
+    world.open(3, "orphan", announced=False)
+    world.wait(DAY)
+    published = []
+
+    def meanwhile(request):
+        world.store.plan = faults()
+        other = Collector(Writes(world.inner, world.keys, ParkingHop()), LEAST, workers=1)
+        Process("other", other.collect(world.run)).finish()
+        assert "orphan" not in world.attempts()
+        published.append(world.save(3, "orphan"))
+        return request()
+
+    done = await world.collect(plan=faults(Rule("list_versions", meanwhile, key=ends("orphan/"))))
+    assert (done.retired, done.deleted) == (("orphan",), 0)
+    assert world.pointer.published == published[0]
+    world.check()
 
 
 @pytest.mark.parametrize("fault", [lost_answer, lost_request, throttled])

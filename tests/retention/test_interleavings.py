@@ -2,13 +2,13 @@
 
 interleavings.py says who is in the cast, and which orders are equal; of those one is run:
 
-    cast                                         orders    races
-    a reader with a lease                            ?    31
-    ... that may die at any moment                   ?    31
-    a rollback                                       ?    31
-    a promotion of an attempt that is being ended    ?    30
-    an owner that opens an orphaned attempt          ?    30, 32
-    a second collector                               ?    34
+    cast                                             orders    races
+    a reader with a lease                                15    31
+    ... that may die at any moment                       30    31
+    a rollback                                           51    31
+    a promotion of an attempt that its owner ends       433    30
+    an owner that opens an orphaned attempt              97    30, 32
+    a second collector                                  500    34
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from tests.retention.interleavings import Scene, scene
 
 CASTS: list[tuple[int, tuple[str, ...], dict[str, Any], set[str]]] = [
     (15, ("reader", "collector"), {}, {"Held", "NotFoundError"}),
-    (31, ("reader", "collector"), {"dies": True}, {"Held", "NotFoundError", "dead"}),
-    (65, ("rollback", "collector"), {}, {"RolledBack", "NotFoundError"}),
-    (0, ("promoter", "ender", "collector"), {}, {"Published", "Refused"}),
-    (141, ("opener", "collector"), {}, {"Published", "Refused"}),
-    (30, ("collector", "other collector"), {}, {"Collected"}),
+    (30, ("reader", "collector"), {"dies": True}, {"Held", "NotFoundError", "dead"}),
+    (51, ("rollback", "collector"), {}, {"RolledBack", "NotFoundError"}),
+    (433, ("promoter", "ender", "collector"), {}, {"Published", "Refused"}),
+    (97, ("opener", "collector"), {}, {"Published", "Refused"}),
+    (500, ("collector", "other collector"), {}, {"Collected"}),
 ]
 
 

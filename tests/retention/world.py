@@ -6,7 +6,7 @@ The store's time is `now` of the module's clock: it moves only when a test moves
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -54,6 +54,7 @@ class World:
     def __init__(self, store: ObjectStore, *, run: str = RUN) -> None:
         self.inner = store
         self.store = FaultyStore(store)
+        self._time: Callable[[], float] = store._now if isinstance(store, MemoryStore) else lambda: START
         self.keys = Keys(store.prefix)
         self.run = run
         self.serial = 0
@@ -65,12 +66,12 @@ class World:
 
     @property
     def now(self) -> float:
-        return self.inner._now() if isinstance(self.inner, MemoryStore) else START
+        return self._time()
 
     def wait(self, seconds: float) -> None:
         """Let time pass in the store."""
-        assert isinstance(self.inner, MemoryStore)
-        self.inner._now.now += seconds
+        assert isinstance(self._time, Time), "the time of this store cannot be moved"
+        self._time.now += seconds
 
     def at(self) -> str:
         return datetime.fromtimestamp(self.now, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
