@@ -17,7 +17,7 @@ import msgspec
 import trio
 
 from cachefs import clock
-from cachefs.errors import CachefsError, DeniedError, NotFoundError, UnavailableError
+from cachefs.errors import CachefsError, DeniedError, NotFoundError, ProbeError, UnavailableError, Unsupported
 from cachefs.formats.codec import decode, encode
 from cachefs.formats.keys import Keys
 from cachefs.formats.lease import Lease
@@ -140,14 +140,14 @@ def leased(
 ) -> Iterator[Held]:
     """Find a generation and hold a lease on it until the end of the block; blocks, and renews from a thread.
 
-    Without the right to write there is no lease: `warn` is told, and the block runs. With `lease` False it is not
+    Where nothing may or can be created there is no lease: `warn` is told, and the block runs. With `lease` False it is not
     tried. Raises what `take` raises.
     """
     held = None
     if lease:
         try:
             held = trio.run(_take, store, keys, run, generation, attempt, holder)
-        except DeniedError as error:
+        except (DeniedError, Unsupported, ProbeError) as error:
             warn(f"no lease: garbage collection may remove what is read here: {error}")
     if held is None or held.lease is None:
         seen, published = locate(store, keys, run, generation, attempt)

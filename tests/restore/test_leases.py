@@ -7,7 +7,7 @@ import threading
 import pytest
 import trio
 
-from cachefs.errors import NotFoundError, UnavailableError
+from cachefs.errors import DeniedError, NotFoundError, ProbeError, UnavailableError, Unsupported
 from cachefs.formats.codec import decode
 from cachefs.formats.lease import Lease
 from cachefs.restore import leases
@@ -15,7 +15,7 @@ from cachefs.restore.leases import LEASE_LIFE, Held, Standing, leased, standing
 from cachefs.store.base import ObjectStore
 from cachefs.store.hop import Inline
 from tests.restore.make import KEYS, RUN, memory, move, publish
-from tests.store.faults import FaultyStore, Rule, denied, lost_answer, lost_request, rules
+from tests.store.faults import FaultyStore, Rule, denied, lost_answer, lost_request, refused, rules
 
 
 def in_leases(key: str) -> bool:
@@ -61,8 +61,9 @@ def test_without_a_lease_nothing_is_written() -> None:
     assert set(store.operations()) == {"get"}
 
 
-def test_without_the_right_to_write_it_goes_on_with_a_warning() -> None:
-    store = FaultyStore(memory(), rules(Rule("put", denied, nth=0)))
+@pytest.mark.parametrize("error", [DeniedError("403"), Unsupported("501"), ProbeError("no version ids")])
+def test_where_nothing_can_be_created_it_goes_on_with_a_warning(error) -> None:
+    store = FaultyStore(memory(), rules(Rule("put", refused(error), nth=0)))
     published = publish(store.inner, 1)
     said: list[str] = []
     with leased(store, KEYS, RUN, holder="me", warn=said.append) as found:
