@@ -140,8 +140,8 @@ def leased(
 ) -> Iterator[Held]:
     """Find a generation and hold a lease on it until the end of the block; blocks, and renews from a thread.
 
-    Where nothing may or can be created there is no lease: `warn` is told, and the block runs. With `lease` False it is not
-    tried. Raises what `take` raises.
+    Where nothing may or can be created there is no lease: `warn` is told, and the block runs. With `lease` False it is
+    not tried. Raises what `take` raises.
     """
     held = None
     if lease:
