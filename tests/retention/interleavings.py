@@ -29,7 +29,7 @@ from cachefs.restore.leases import LEASE_LIFE, Held
 from cachefs.restore.reader import history, load_manifest
 from cachefs.restore.verify import verify, verify_shard
 from cachefs.retention.executor import Collector
-from tests.publish.schedules import Choose, ParkingHop, Process
+from tests.publish.schedules import Choose, ParkingHop, Process, Request
 from tests.retention.world import DAY, HOUR, LEAST, World, memory
 from tests.store.faults import EFFECTS, Call
 
@@ -132,7 +132,7 @@ class Scene:
         return Identity(self.world.owner[0], nonce=self.world.new_id, at=self.world.at)
 
     async def ender(self) -> str:
-        return await Hop()(self._watched, self._end_candidate)
+        return await Hop()(self._watched, self.world.keys.pointer(self.world.run), self._end_candidate)
 
     def _end_candidate(self) -> str:
         new = rules.end(self.world.seen, ["p"], **self.world.who())
@@ -152,12 +152,12 @@ class Scene:
         refused = await announce(self.writes(), world.run, opened, self._who(), epoch=epoch, ended=())
         if refused is not None:
             return refused
-        published = await hop(self._watched, partial(world.seal, 6, "q"))
+        published = await hop(self._watched, world.keys.open(world.run, "q") + " and more", partial(world.seal, 6, "q"))
         await hop(self._test, published)
         return await promote(self.writes(), world.run, published, self._who(), epoch=epoch, sealed_epoch=epoch)
 
-    def _watched(self, act: Callable[[], T]) -> T:
-        """Do several things in one request, through the store that is watched."""
+    def _watched(self, key: str, act: Callable[[], T]) -> T:
+        """Do several things in one request, through the store that is watched. They concern who looks at `key`."""
         world, inner = self.world, self.world.inner
         world.inner = world.store
         try:
@@ -173,19 +173,27 @@ class Scene:
     def run(self) -> bool:
         """Run to the end and check it; return False for an order that is equal to another one."""
         try:
-            while ready := self._ready():
-                act = ready[self.choose(len(ready))] if len(ready) > 1 else ready[0]
-                if not act():
+            while any(process.request for process in self.processes):
+                ready = self._ready()
+                if not ready:
                     return False
-                if any(call.operation in EFFECTS for call in self._last[1]):
-                    self.world.check()
+                act = ready[self.choose(len(ready))] if len(ready) > 1 else ready[0]
+                act()
+                if any(call.operation == "delete_version" or _moves(call) for call in self._last[1]):
+                    self.world.check_quickly()
             self._check_end()
         except AssertionError as error:
             raise AssertionError(f"{error}\norder: " + ", ".join(self.trace)) from error
         return True
 
-    def _ready(self) -> list[Callable[[], bool]]:
-        ready = [partial(self._deliver, process) for process in self.processes if process.request]
+    def _ready(self) -> list[Callable[[], None]]:
+        """Return what may happen next, without what would lead to an order that is equal to another one."""
+        who, calls = self._last
+        ready = [
+            partial(self._deliver, process)
+            for process in self.processes
+            if process.request and (process.name >= who or _concern(calls, self._calls(process.request)))
+        ]
         if self.dies:
             reader = next(process for process in self.processes if process.name == "reader")
             # A death concerns nobody else: it comes right after the last request of who dies.
@@ -193,23 +201,41 @@ class Scene:
                 ready.append(partial(self._kill, reader))
         return ready
 
-    def _deliver(self, process: Process) -> bool:
+    def _calls(self, request: Request) -> list[Call]:
+        """Return what a request will ask of the store. Reads are made to see it."""
+        arguments = getattr(request.call, "args", ())
+        match request.name:
+            case "put" | "delete_version":
+                calls = [Call(request.name, arguments[0])]
+            case "_delete_versions":
+                calls = [Call("delete_version", entry.key) for entry in arguments[0]]
+            case "_watched":
+                calls = [Call("put", arguments[0])]
+            case _:
+                before = len(self.world.store.calls)
+                try:
+                    request.call()
+                except CachefsError:
+                    pass
+                calls = self.world.store.calls[before:]
+                del self.world.store.calls[before:]
+        return self._relevant(calls)
+
+    def _relevant(self, calls: list[Call]) -> list[Call]:
+        return calls if self.leases else [call for call in calls if "/leases/" not in call.key]
+
+    def _deliver(self, process: Process) -> None:
         assert process.request is not None
         before = len(self.world.store.calls)
         self.trace.append(f"{process.name} {process.request.name}")
         process.deliver()
         if isinstance(process.error, AssertionError):
             raise process.error
-        name, calls = process.name, self.world.store.calls[before:]
-        if not self.leases:
-            calls = [call for call in calls if "/leases/" not in call.key]
-        earlier, self._last = self._last, (name, calls)
-        return not (earlier[0] > name and not _concern(earlier[1], calls))
+        self._last = (process.name, self._relevant(self.world.store.calls[before:]))
 
-    def _kill(self, process: Process) -> bool:
+    def _kill(self, process: Process) -> None:
         self.trace.append(f"{process.name} dies")
         process.kill()
-        return True
 
     def _check_end(self) -> None:
         world = self.world
@@ -237,6 +263,10 @@ class Scene:
         assert len(world.attempts()) <= 2 + len(world.pointer.open), "more is kept than the policy says"
         assert world.pointer.retired == ()
         assert world.objects("leases/") == set(), "leases are left for ever"
+
+
+def _moves(call: Call) -> bool:
+    return call.operation == "put" and call.key.endswith("/pointer.json")
 
 
 def _concern(one: Sequence[Call], other: Sequence[Call]) -> bool:
