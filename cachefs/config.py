@@ -139,6 +139,12 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     probe_interval: Annotated[
         float, _seconds("time between two looks whether the store still honours conditions, `0` for none")
     ] = 900.0
+    gc: Annotated[bool, _text("delete generations that nothing keeps, in the runs that this daemon owns")] = False
+    gc_interval: Annotated[float, _seconds("time between two passes of garbage collection", least=0.1)] = 3600.0
+    gc_grace: Annotated[float, _seconds("time without a write after which an attempt may be deleted")] = 86400.0
+    keep_last: Annotated[int, Meta(description="generations kept, the last ones published", ge=0)] = 3
+    keep_hourly: Annotated[int, Meta(description="hours of which the newest generation is kept", ge=0)] = 24
+    keep_daily: Annotated[int, Meta(description="days of which the newest generation is kept", ge=0)] = 7
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"],
         _text("least severity that is logged: debug, info, warning, error"),

@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import msgspec
 import trio
 
 from cachefs import __version__, link, log
@@ -43,6 +44,8 @@ from cachefs.publish.ownership import Ownership
 from cachefs.publish.publisher import Publisher
 from cachefs.publish.settings import Settings as PublishSettings
 from cachefs.publish.writes import Writes
+from cachefs.retention.keeper import Counts, Keeper
+from cachefs.retention.plan import Policy
 from cachefs.staging.pins import PinReader
 from cachefs.store.base import ObjectStore
 from cachefs.store.hop import Threads
@@ -169,6 +172,7 @@ class Engine:
         )
         self._publisher: Publisher | None = None
         self._looking: Looking | None = None
+        self._collected = Counts()
 
     async def run(self) -> None:
         """Work until the mount process closes its end of the link."""
@@ -297,6 +301,16 @@ class Engine:
             confirm=self._gate.confirm,
         )
         await nursery.start(self._publisher.run)
+        if config.gc:
+            keeper = Keeper(
+                self._writes(),
+                Policy(config.keep_last, config.keep_hourly, config.keep_daily, config.gc_grace),
+                ownership.owned,
+                self._collected,
+                interval=config.gc_interval,
+                holder=f"gc of {config.member}",
+            )
+            nursery.start_soon(keeper.run)
         return collector
 
     def _close(self, asked: CloseAsked) -> None:
@@ -328,6 +342,7 @@ class Engine:
             orphans_aborted=flushed.orphans_aborted,
             failures=dict(flushed.failures),
             requests=dict(self._hop.requests),
+            gc=msgspec.structs.asdict(self._collected),
         )
 
 

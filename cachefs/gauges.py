@@ -94,4 +94,9 @@ class Gauges:
         for request, count in (now.requests - before.requests).items():
             operation, outcome = request.split(" ", 1)
             self._metrics.store_requests.labels(operation=operation, outcome=outcome).inc(count)
+        gc = now.gc - before.gc
+        self._metrics.gc_passes.inc(gc["passes"])
+        self._metrics.gc_failures.inc(gc["failures"])
+        self._metrics.gc_deleted.inc(gc["deleted"])
+        self._metrics.gc_freed_bytes.inc(gc["freed_bytes"])
         self._counted = now

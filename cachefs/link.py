@@ -61,7 +61,9 @@ class CloseSave(msgspec.Struct, frozen=True, tag="close"):
 
 
 class Figures(msgspec.Struct, frozen=True, tag="figures"):
-    """What the engine does. Counters are totals since its start; `requests` by "operation outcome"."""
+    """What the engine does. Counters are totals since its start; `requests` by "operation outcome",
+    `gc` by the fields of retention.keeper.Counts.
+    """
 
     blocked: str
     health: str
@@ -70,6 +72,7 @@ class Figures(msgspec.Struct, frozen=True, tag="figures"):
     orphans_aborted: int
     failures: dict[str, int]
     requests: dict[str, int]
+    gc: dict[str, int] = {}
 
 
 ToEngine = Start | Hint | LooseChanged

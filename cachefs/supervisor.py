@@ -34,6 +34,7 @@ class Totals(msgspec.Struct):
     orphans_aborted: int = 0
     failures: Counter[str] = msgspec.field(default_factory=Counter)
     requests: Counter[str] = msgspec.field(default_factory=Counter)
+    gc: Counter[str] = msgspec.field(default_factory=Counter)
 
     def add(self, figures: link.Figures) -> None:
         """Add what one engine has counted."""
@@ -41,6 +42,7 @@ class Totals(msgspec.Struct):
         self.orphans_aborted += figures.orphans_aborted
         self.failures.update(figures.failures)
         self.requests.update(figures.requests)
+        self.gc.update(figures.gc)
 
 
 class Supervisor:
@@ -84,7 +86,13 @@ class Supervisor:
     def totals(self) -> Totals:
         """Return the counters of this engine and those before it."""
         before = self._before
-        both = Totals(before.flushed_bytes, before.orphans_aborted, before.failures.copy(), before.requests.copy())
+        both = Totals(
+            before.flushed_bytes,
+            before.orphans_aborted,
+            before.failures.copy(),
+            before.requests.copy(),
+            before.gc.copy(),
+        )
         both.add(self.figures)
         return both
 
@@ -118,7 +126,7 @@ class Supervisor:
             self.restarts += 1
             self._before = self.totals()
             self.figures = msgspec.structs.replace(
-                self.figures, flushed_bytes=0, orphans_aborted=0, failures={}, requests={}
+                self.figures, flushed_bytes=0, orphans_aborted=0, failures={}, requests={}, gc={}
             )
             _log.error("the engine ended; it is started again", exit_code=code, seconds=pause)
             await trio.sleep(pause)

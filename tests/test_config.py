@@ -63,6 +63,7 @@ def test_every_key_is_reachable_by_its_variable():
         "close_deadline": "1h", "settle": "0", "quiet": "250ms", "loose": "false", "loose_interval": "5",
         "early_upload_delay": "1.5", "reserve": "2GB", "full_timeout": "1m",
         "pointer_poll": "3s", "member_settle": "2s", "member_deadline": "30m",
+        "gc": "true", "gc_interval": "10m", "gc_grace": "2d", "keep_last": "5", "keep_hourly": "0", "keep_daily": "30",
         "probe_interval": "5m", "log_level": "debug", "log_format": "json",
     }  # fmt: skip
     made = load(None, {KEYS[name].env: value for name, value in raw.items()}, {})
@@ -76,6 +77,7 @@ def test_every_key_is_reachable_by_its_variable():
         "drain_timeout": 120.0, "close_deadline": 3600.0, "settle": 0.0, "quiet": 0.25, "loose": False,
         "loose_interval": 5.0, "early_upload_delay": 1.5, "reserve": 2 * 10**9,
         "full_timeout": 60.0, "pointer_poll": 3.0, "member_settle": 2.0, "member_deadline": 1800.0,
+        "gc": True, "gc_interval": 600.0, "gc_grace": 172800.0, "keep_last": 5, "keep_hourly": 0, "keep_daily": 30,
         "probe_interval": 300.0, "log_level": "debug", "log_format": "json",
     }  # fmt: skip
     assert set(raw) == set(KEYS) - {"preset"}

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from cachefs.errors import CorruptError
 from cachefs.formats.codec import decode, encode
+from cachefs.formats.lease import Lease
 from cachefs.formats.manifest import (
     Abandoned,
     Close,
@@ -118,6 +119,7 @@ OBJECTS: dict[str, msgspec.Struct] = {
         **WHO, epoch=3, owner="node-0/1", reason="node-2 has not reported", ended_at="2026-01-02T03:04:10Z",
     ),
     "wanted": Wanted(**WHO, member="node-1", kind="directory", step=1000),
+    "lease": Lease(**WHO, holder="cachefs restore on node-7", created_at="2026-01-02T03:04:11Z"),
     "pointer-open": Pointer(
         run="team/llama", kind="open", seq=2, epoch=1, owner="node-0/1", nonce="e" * 32, at="2026-01-02T03:04:05Z",
         prev=Prev(etag='"abc"', version_id="v1", seq=1),

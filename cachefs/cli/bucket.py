@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,6 +17,7 @@ from cachefs.errors import CorruptError, InvalidError
 from cachefs.formats.keys import Keys
 from cachefs.gate import check
 from cachefs.restore.files import restore as restore_files
+from cachefs.restore.leases import Held, leased
 from cachefs.restore.listing import runs as list_runs
 from cachefs.restore.reader import Entry, find, history, load_manifest
 from cachefs.restore.verify import verify as verify_manifest
@@ -28,7 +31,15 @@ Generation = Annotated[
 Workers = Annotated[int, typer.Option("--workers", min=1, max=256, help="Shards read at the same time.")]
 
 
-def _store(config: Path | None, flags: dict[str, Any], workers: int = 8) -> tuple[ObjectStore, Keys]:
+NoLease = Annotated[
+    bool, typer.Option("--no-lease", help="Read without a lease: garbage collection may remove what is read.")
+]
+
+
+def given_store(config: Path | None, flags: dict[str, Any], workers: int = 8) -> tuple[ObjectStore, Keys]:
+    """Return the store that the settings name, which is there, and its keys. Raises InvalidError and the store's
+    errors.
+    """
     found = settings(config, flags)
     if "store" not in found:
         raise InvalidError("store is not set", hint="give --store, CACHEFS_STORE, or a --config file that names it")
@@ -42,6 +53,21 @@ def _store(config: Path | None, flags: dict[str, Any], workers: int = 8) -> tupl
     return store, Keys(store.prefix)
 
 
+def reading(
+    command: str,
+    store: ObjectStore,
+    keys: Keys,
+    run: str,
+    generation: str | None,
+    attempt: str | None = None,
+    *,
+    lease: bool = True,
+) -> AbstractContextManager[Held]:
+    """Return a context in which a command reads a generation; it warns the user when there can be no lease."""
+    holder = f"cachefs {command} on {socket.gethostname()}"
+    return leased(store, keys, run, generation, attempt, holder=holder, warn=show.warn, lease=lease)
+
+
 @with_config(STORE_KEYS)
 def ls(
     run: Annotated[str | None, typer.Argument(help="One run; default: all runs.", show_default=False)] = None,
@@ -51,7 +77,7 @@ def ls(
     flags: dict[str, Any],
 ) -> None:
     """List the runs of a store, or the published generations of one run, newest first."""
-    store, keys = _store(config, flags)
+    store, keys = given_store(config, flags)
     if run is None:
         _ls_runs(store, keys, as_json)
         return
@@ -61,7 +87,7 @@ def ls(
         show.json(entries)
         return
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("generation", "step", "attempt", "epoch", "seq"):
+    for column in ("generation", "step", "attempt", "epoch", "seq", ""):
         table.add_column(column)
     for entry in entries:
         show.row(table, *_entry(entry))
@@ -70,7 +96,8 @@ def ls(
 
 def _entry(entry: Entry) -> tuple[str, ...]:
     published = entry.published
-    return (published.generation, str(published.order.step), published.attempt, str(entry.epoch), str(entry.seq))
+    gone = "removed" if entry.retired else ""
+    return (published.generation, str(published.order.step), published.attempt, str(entry.epoch), str(entry.seq), gone)
 
 
 def _ls_runs(store: ObjectStore, keys: Keys, as_json: bool) -> None:
@@ -104,14 +131,15 @@ def verify(
         bool, typer.Option("--checksums-only", help="Compare the store's own checksums; read no bytes.")
     ] = False,
     workers: Workers = 8,
+    no_lease: NoLease = False,
     config: ConfigFile = None,
     as_json: AsJson = False,
     flags: dict[str, Any],
 ) -> None:
     """Read a published generation's pinned versions back and hash them again."""
-    store, keys = _store(config, flags, workers)
-    manifest = load_manifest(store, run, find(store, keys, run, generation))
-    with show.progress() as bar:
+    store, keys = given_store(config, flags, workers)
+    with reading("verify", store, keys, run, generation, lease=not no_lease) as held, show.progress() as bar:
+        manifest = load_manifest(store, run, held.published)
         task = bar.add_task(f"verify {manifest.generation}", total=manifest.size)
         level = "checksum" if checksums_only else "bytes"
         done = verify_manifest(
@@ -137,14 +165,15 @@ def restore(
     generation: Generation = None,
     replace: Annotated[bool, typer.Option("--replace", help="Replace an existing directory or file.")] = False,
     workers: Workers = 8,
+    no_lease: NoLease = False,
     config: ConfigFile = None,
     as_json: AsJson = False,
     flags: dict[str, Any],
 ) -> None:
     """Restore a published generation into DIRECTORY, verified; all of it or nothing."""
-    store, keys = _store(config, flags, workers)
-    manifest = load_manifest(store, run, find(store, keys, run, generation))
-    with show.progress() as bar:
+    store, keys = given_store(config, flags, workers)
+    with reading("restore", store, keys, run, generation, lease=not no_lease) as held, show.progress() as bar:
+        manifest = load_manifest(store, run, held.published)
         task = bar.add_task(f"restore {manifest.generation}", total=manifest.size)
         done = restore_files(
             store,

@@ -7,7 +7,7 @@ import sys
 import typer
 
 from cachefs import __version__
-from cachefs.cli import ask, bucket, doctor, mount, policy
+from cachefs.cli import ask, bucket, doctor, mount, policy, retention
 from cachefs.errors import CachefsError
 
 app = typer.Typer(
@@ -25,6 +25,8 @@ app.command("flush")(ask.flush)
 app.command("ls")(bucket.ls)
 app.command("verify")(bucket.verify)
 app.command("restore")(bucket.restore)
+app.command("rollback")(retention.rollback)
+app.command("gc")(retention.gc)
 app.command("doctor")(doctor.doctor)
 app.command("policy")(policy.policy)
 

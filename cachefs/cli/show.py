@@ -51,6 +51,11 @@ def json(value: object) -> None:
     sys.stdout.write(msgspec.json.format(msgspec.json.encode(value), indent=2).decode() + "\n")
 
 
+def warn(text: str) -> None:
+    """Tell the user what does not stop the command."""
+    sys.stderr.write(f"cachefs: {text}\n")
+
+
 def result(value: object, text: str, *, as_json: bool) -> None:
     """Print what a command has found or done, for programs or for people."""
     if as_json:

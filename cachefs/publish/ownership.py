@@ -79,6 +79,10 @@ class Ownership:
         """Return the epoch this process took in a run, also when it has lost it since; None before the first need."""
         return self._epochs.get(run)
 
+    def owned(self) -> list[str]:
+        """Return the runs of which this process holds the epoch, as far as it knows."""
+        return [run for run in self._epochs if not self.fenced_by(run)]
+
     async def acquire(self, run: str, writes: Writes | None = None) -> int:
         """Return the epoch this process holds in the run, taking a new one at the first need.
 
@@ -146,7 +150,7 @@ class Ownership:
         """
         while True:
             await trio.sleep(clock.jitter(self._poll))
-            for run in [run for run in self._epochs if not self.fenced_by(run)]:
+            for run in self.owned():
                 try:
                     await self.check(run)
                     self.problems.pop(run, None)

@@ -1,7 +1,7 @@
 """The rules of publication, pure: no I/O, no clock, no randomness. PROTOCOL.md explains them.
 
-Pointer: `grant`, `announce`, `end` and `promote` return the next body. Each is written with the ETag of the version it
-was computed from, so the check made here and the write are one atomic step.
+Pointer: `grant`, `announce`, `end`, `promote`, `rollback` and `retire` return the next body. Each is written
+with the ETag of the version it was computed from, so the check made here and the write are one atomic step.
 Unclear writes: `classify_cas` says what reading the pointer proves (create-only writes: store/createonly.py).
 Attempts: `next_step` says what an attempt needs.
 """
@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from cachefs.errors import CorruptError, FencedError
+from cachefs.errors import CorruptError, FencedError, InvalidError
 from cachefs.formats.pointer import Kind, OpenAttempt, Pointer, Published
 from cachefs.formats.records import AttemptRecord, RunRecord, State
 from cachefs.restore.reader import Seen
@@ -107,6 +107,41 @@ def promote(
     return _next(current, "promote", nonce, at, published=candidate, open=left)
 
 
+def rollback(
+    current: Seen, target: Published, *, retired: Collection[str] = (), nonce: str, at: str
+) -> Pointer | Already | Refused:
+    """Return the pointer that names `target`, an older generation, again. Epoch and owner stay; every attempt that is
+    open is ended, or its promotion would undo the rollback.
+
+    `retired` are attempts that other versions of the pointer have listed as retired since `target` was checked.
+    """
+    old = current.pointer
+    if old.published is None:
+        return Refused(f"run {old.run!r} has nothing published to roll back from")
+    if old.published.attempt == target.attempt:
+        return Already(old.published)
+    if target.attempt in old.retired or target.attempt in retired:
+        return Refused(f"{target.generation} (attempt {target.attempt}) was retired by garbage collection")
+    return _next(current, "rollback", nonce, at, published=target, open=(), rollback_of=old.published.attempt)
+
+
+def retire(
+    current: Seen, attempts: Collection[str], *, swept: Collection[str] = (), nonce: str, at: str
+) -> Pointer | None:
+    """Return the pointer that lists `attempts` as retired and no longer lists those in `swept`, of which nothing is
+    left; None when that changes nothing.
+
+    Raises InvalidError for an attempt that is published or open: no such attempt may be deleted (I14).
+    """
+    old = current.pointer
+    living = {entry.attempt for entry in old.open} | ({old.published.attempt} if old.published else set())
+    if wrong := living.intersection(attempts):
+        raise InvalidError(f"attempts that are open or published cannot be retired: {', '.join(sorted(wrong))}")
+    left = tuple(attempt for attempt in old.retired if attempt not in swept)
+    new = (*left, *sorted(set(attempts).difference(left)))
+    return None if new == old.retired else _next(current, "retire", nonce, at, retired=new)
+
+
 def holds(pointer: Pointer, owner: str, epoch: int) -> bool:
     """Return whether the pointer gives the run to this owner in this epoch."""
     return pointer.epoch == epoch and pointer.owner == owner
@@ -140,6 +175,11 @@ def hidden(run: str) -> CorruptError:
     )
 
 
+def broken(run: str, seq: int) -> CorruptError:
+    """Return the error for a history that ends before the version that is needed."""
+    return CorruptError(f"the history of run {run!r} does not reach back to seq {seq}")
+
+
 class Cas(Enum):
     """What reading the pointer says about an unclear compare-and-swap."""
 
@@ -167,7 +207,7 @@ def classify_cas(ours: Pointer, chain: Sequence[Seen | None]) -> Cas:
     if prev is not None and (current.etag == prev.etag or current.pointer.seq < prev.seq):
         return Cas.UNDECIDED
     if last is None:
-        raise CorruptError(f"the history of run {ours.run!r} does not reach back to seq {ours.seq}")
+        raise broken(ours.run, ours.seq)
     if last.pointer.nonce == ours.nonce:
         return Cas.SUPERSEDED
     return Cas.LOST if last.pointer.seq <= ours.seq else Cas.WALK

@@ -129,7 +129,11 @@ class Steps:
         self, writes: Writes, attempt: AttemptRecord
     ) -> tuple[Open, Close, list[tuple[MemberReport, Pin]]]:
         """Return the open and close records and the reports of the members, as they stand in the store."""
-        opened, _ = await self._small(writes, writes.keys.open(attempt.run, attempt.attempt), Open)
+        try:
+            opened, _ = await self._small(writes, writes.keys.open(attempt.run, attempt.attempt), Open)
+        except NotFoundError as error:
+            # This process slept for longer than the grace between the create of the record and the announcement.
+            raise Unpublishable(f"{error}: garbage collection took the attempt for an orphan") from error
         closed, _ = await self._small(writes, writes.keys.close(attempt.run, attempt.attempt), Close)
         reports: list[tuple[MemberReport, Pin]] = []
         missing: list[str] = []

@@ -7,7 +7,8 @@ read by version id and checked against the size and SHA-256 named there (I3).
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import islice
 
 import msgspec
 
@@ -33,7 +34,9 @@ class Seen(msgspec.Struct, frozen=True):
 
 
 class Entry(msgspec.Struct, frozen=True):
-    """A generation in a run's history, with the write that made the pointer name it."""
+    """A generation in a run's history, with the write that made the pointer name it. `retired` says that garbage
+    collection has taken it since: what is left of it must not be used, and it never comes back.
+    """
 
     published: Published
     kind: Kind
@@ -41,6 +44,7 @@ class Entry(msgspec.Struct, frozen=True):
     epoch: int
     owner: str
     at: str
+    retired: bool = False
 
 
 def read_pointer(store: StoreReads, keys: Keys, run: str) -> Seen | None:
@@ -73,9 +77,11 @@ def _read(store: StoreReads, key: str, run: str, version_id: str | None) -> Seen
     return Seen(pointer, info.etag, info.version_id)
 
 
-def versions(store: StoreReads, keys: Keys, run: str) -> Iterator[Seen]:
-    """Iterate over the pointer's versions, newest first, as far back as the store keeps them."""
-    seen = read_pointer(store, keys, run)
+def versions(store: StoreReads, keys: Keys, run: str, newest: Seen | None = None) -> Iterator[Seen]:
+    """Iterate over the pointer's versions, from the current one or from `newest` on, as far back as the store keeps
+    them.
+    """
+    seen = newest or read_pointer(store, keys, run)
     while seen is not None:
         yield seen
         prev = seen.pointer.prev
@@ -88,17 +94,22 @@ def history(store: StoreReads, keys: Keys, run: str, limit: int | None = None) -
     Consecutive versions that name the same generation (a grant changes the owner only) are one entry: the oldest of
     them. Ends where the store no longer keeps older versions of the pointer.
     """
+    yield from islice(entries(versions(store, keys, run)), limit)
+
+
+def entries(chain: Iterable[Seen]) -> Iterator[Entry]:
+    """Iterate over the generations that a pointer's versions have named, both newest first. Pure; see `history`."""
     last: Entry | None = None
-    count = 0
-    for seen in versions(store, keys, run):
+    retired: set[str] = set()
+    for seen in chain:
         pointer = seen.pointer
         if last is not None and pointer.published != last.published:
             yield last
-            last, count = None, count + 1
-            if count == limit:
-                return
-        if pointer.published is not None:
-            last = Entry(pointer.published, pointer.kind, pointer.seq, pointer.epoch, pointer.owner, pointer.at)
+            last = None
+        retired.update(pointer.retired)
+        if (named := pointer.published) is not None:
+            gone = named.attempt in retired
+            last = Entry(named, pointer.kind, pointer.seq, pointer.epoch, pointer.owner, pointer.at, gone)
     if last is not None:
         yield last
 
@@ -108,20 +119,36 @@ def find(store: StoreReads, keys: Keys, run: str, generation: str | None = None)
 
     Raises NotFoundError that says what exists.
     """
+    return locate(store, keys, run, generation)[1]
+
+
+def locate(
+    store: StoreReads, keys: Keys, run: str, generation: str | None = None, attempt: str | None = None
+) -> tuple[Seen, Published]:
+    """Return the current pointer, and what `find` returns; `attempt` tells generations of one name apart.
+
+    Garbage collection has not taken it as of that pointer. Raises NotFoundError that says what exists.
+    """
     seen = read_pointer(store, keys, run)
     if seen is None:
         raise NotFoundError(f"no run {run!r} in the store", hint="cachefs ls shows the runs")
-    if generation is None:
+    if generation is None and attempt is None:
         if seen.pointer.published is None:
             raise NotFoundError(f"run {run!r} has no published generation yet")
-        return seen.pointer.published
+        return seen, seen.pointer.published
     names: list[str] = []
-    for entry in history(store, keys, run):
-        if entry.published.generation == generation:
-            return entry.published
-        names.append(entry.published.generation)
+    gone = ""
+    for entry in entries(versions(store, keys, run, seen)):
+        named = entry.published
+        if generation in (None, named.generation) and attempt in (None, named.attempt):
+            if not entry.retired:
+                return seen, named
+            gone = " any more: garbage collection has removed it"
+        elif not entry.retired:
+            names.append(named.generation)
     known = ", ".join(dict.fromkeys(names)) or "none"
-    raise NotFoundError(f"run {run!r} has no published generation {generation!r}", hint=f"published: {known}")
+    wanted = f"{generation!r}" if attempt is None else f"{generation or ''!r} of attempt {attempt}"
+    raise NotFoundError(f"run {run!r} has no published generation {wanted}{gone}", hint=f"published: {known}")
 
 
 def read_pinned(store: StoreReads, pin: Pin) -> bytes:

@@ -110,6 +110,13 @@ class Process:
         """Answer 409 without any effect."""
         self._resume(partial(self._main.throw, ConditionConflict("409")))
 
+    def finish(self) -> None:
+        """Send all requests that are left, undisturbed; raise the error that the process ends with."""
+        while self.request is not None:
+            self.deliver()
+        if self.error is not None:
+            raise self.error
+
     def kill(self) -> None:
         self.killed, self.request = True, None
         self._main.close()
