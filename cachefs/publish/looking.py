@@ -17,17 +17,15 @@ from cachefs.formats.keys import Keys
 from cachefs.journal import Journal
 from cachefs.publish.collecting import Collector
 from cachefs.publish.members import Member
-from cachefs.publish.pace import pace
+from cachefs.publish.pace import busy, pace
 from cachefs.publish.settings import Settings
 from cachefs.publish.writes import Writes
 from cachefs.restore.listing import names
 from cachefs.restore.reader import Seen
 from cachefs.store.base import ObjectStore
 
-BUSY = 1.0
-"""Least seconds between two looks at a run with something open."""
-DISCOVER = 60.0
-"""Least seconds between two listings of the runs: a member that has written nothing learns of a run in no other way."""
+DISCOVER = 4.0
+"""Polls between two listings of the runs: a member that has written nothing learns of a run in no other way."""
 _log = structlog.get_logger(__name__)
 
 
@@ -67,13 +65,13 @@ class Looking:
         while True:
             self._hint = trio.Event()
             await self._discover()
-            busy = self.busy()
+            runs = self.busy()
             if self._idle and members > 1:
                 self._idle.rotate(-1)
-                busy.add(self._idle[-1])
-            for run in sorted(busy):
+                runs.add(self._idle[-1])
+            for run in sorted(runs):
                 await self._look(run)
-            await trio.sleep(clock.jitter(pace(members, BUSY)))
+            await trio.sleep(clock.jitter(busy(members, self._settings.poll)))
             if not self.busy():
                 with trio.move_on_after(clock.jitter(pace(members, self._settings.poll))):
                     await self._hint.wait()
@@ -88,7 +86,7 @@ class Looking:
 
     async def _discover(self) -> None:
         members = self._settings.count
-        if members == 1 or trio.current_time() - self._discovered < pace(members, DISCOVER):
+        if members == 1 or trio.current_time() - self._discovered < pace(members, DISCOVER * self._settings.poll):
             return
         try:
             found = await self._writes.hop(_runs, self._writes.store, self._writes.keys)

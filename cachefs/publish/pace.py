@@ -9,8 +9,15 @@ from __future__ import annotations
 
 RATE = 50.0
 """Looks per second of all members of a run together, at most."""
+BUSY = 1.0
+"""Least seconds between two looks at a run with something open; fewer when `pointer_poll` is less."""
 
 
 def pace(members: int, least: float) -> float:
     """Return the seconds between two looks of one member."""
     return max(least, members / RATE)
+
+
+def busy(members: int, poll: float) -> float:
+    """Return the seconds between two looks of one member at a run with something open."""
+    return pace(members, min(BUSY, poll))
