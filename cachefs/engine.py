@@ -204,10 +204,12 @@ class Engine:
                 settings,
                 nursery,
                 started=self._started,
+                incarnation=self._incarnation,
                 close=self._close,
                 joined=self._flusher.wake,
             )
             self._looking = Looking(self._journal, self._writes(), settings, member, collector)
+            self._looking.first = lambda: self._link.send_nowait(link.Looked())
             await nursery.start(self._looking.run)
             if config.loose:
                 # What changed while nobody looked is found by its identity.

@@ -7,6 +7,7 @@ costs nothing. A daemon that is alone in its runs only looks where it has taken 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 
 import structlog
 import trio
@@ -51,6 +52,8 @@ class Looking:
         self._discovered = -float("inf")
         self._at_start: set[str] | None = None
         """The runs at the first listing."""
+        self.first: Callable[[], None] = lambda: None
+        """Called when every run was looked at once."""
         self.problems: dict[str, str] = {}
         """By run: why it could not be looked at last time."""
 
@@ -61,7 +64,7 @@ class Looking:
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Look for ever; errors are kept in `problems` until a look succeeds."""
         task_status.started()
-        members = self._settings.count
+        members, waiting = self._settings.count, True
         while True:
             self._hint = trio.Event()
             await self._discover()
@@ -71,6 +74,9 @@ class Looking:
                 runs.add(self._idle[-1])
             for run in sorted(runs):
                 await self._look(run)
+            if waiting and self._at_start is not None:
+                waiting = False
+                self.first()
             await trio.sleep(clock.jitter(busy(members, self._settings.poll)))
             if not self.busy():
                 with trio.move_on_after(clock.jitter(pace(members, self._settings.poll))):

@@ -64,12 +64,14 @@ class Member:
         nursery: trio.Nursery,
         *,
         started: int,
+        incarnation: str = "",
         close: Callable[[CloseAsked], None],
         joined: Callable[[], None] = lambda: None,
     ) -> None:
         """Shares of restore tests are read in `nursery`. `started` is the serial of the newest save when the daemon
-        started. `close` carries a CloseAsked out; it is asked again at every look until the save is closed. `joined` is
-        called when there may be something to send.
+        started, `incarnation` the id of the daemon, the same in each of its engines (default: a new one). `close`
+        carries a CloseAsked out; it is asked again at every look until the save is closed. `joined` is called when
+        there may be something to send.
         """
         self._journal = journal
         self._writes = writes
@@ -78,8 +80,7 @@ class Member:
         self._started = started
         self._close = close
         self._joined = joined
-        self._looked: set[str] = set()
-        """The runs that this process has looked at."""
+        self._incarnation = incarnation or clock.new_id()
         self._closes: dict[str, Close] = {}
         """Close records of attempts that this daemon opened."""
         self._seen_open: dict[str, float] = {}
@@ -92,24 +93,22 @@ class Member:
         """Look at a run once and do what follows; return its pointer. `new` says that the run did not exist when this
         daemon had begun to look. Raises the store's errors: look again later.
         """
-        if new:
-            self._looked.add(run)
         with self._journal.read() as txn:
             meta = txn.meta.get("meta")
-            looked = (txn.runs.get(run) or RunRecord(run)).looked
-        serial = meta.serial if meta else 0
+            record = txn.runs.get(run) or RunRecord(run)
+        serial, looked = meta.serial if meta else 0, record.looked
+        here = new or record.looked_by == self._incarnation
         seen = await self._writes.hop(read_pointer, self._writes.store, self._writes.keys, run)
         if seen is not None:
-            await self._learn(run, seen)
+            await self._learn(run, seen, here=here)
             await self._hear(run)
             await self._decide(run, looked)
             await self._answer(run)
             await self._test(run, seen)
             await self._conclude(run, seen)
-            self._looked.add(run)
         await self._want(run)
-        if serial != looked:
-            await self._journal.write(lambda txn: _note_look(txn, run, serial))
+        if serial != looked or record.looked_by != self._incarnation:
+            await self._journal.write(lambda txn: _note_look(txn, run, serial, self._incarnation))
         return seen
 
     # what there is
@@ -124,8 +123,8 @@ class Member:
             found = [save for save in txn.attempts.scan() if save.run == run and not save.foreign]
         return sorted(found, key=lambda save: save.serial)
 
-    async def _learn(self, run: str, seen: Seen) -> None:
-        """Take up attempts that are new on the list."""
+    async def _learn(self, run: str, seen: Seen, *, here: bool) -> None:
+        """Take up attempts that are new on the list; `here` says that this daemon was there when they came on it."""
         with self._journal.read() as txn:
             known = {record.attempt for record in txn.shared.scan()}
             ours = {save.attempt for save in txn.attempts.scan() if not save.foreign}
@@ -135,7 +134,7 @@ class Member:
             opened = await self._small(self._writes.keys.open(run, entry.attempt), Open)
             if opened is None:
                 raise CorruptError(f"attempt {entry.attempt} of run {run!r} is on the pointer's list without open.json")
-            close = None if run in self._looked else await self._read_close(run, entry.attempt)
+            close = None if here else await self._read_close(run, entry.attempt)
             record = SharedRecord(
                 attempt=entry.attempt,
                 run=run,
@@ -350,9 +349,9 @@ class Member:
             await self._journal.write(lambda txn: forget_shards(txn, run))
 
 
-def _note_look(txn: Txn, run: str, serial: int) -> None:
+def _note_look(txn: Txn, run: str, serial: int, daemon: str) -> None:
     record = txn.runs.get(run) or RunRecord(run)
-    txn.runs.put(run, msgspec.structs.replace(record, looked=serial))
+    txn.runs.put(run, msgspec.structs.replace(record, looked=serial, looked_by=daemon))
 
 
 def _join(decision: Join, txn: Txn) -> None:

@@ -15,7 +15,7 @@ from cachefs.formats.records import State
 from cachefs.restore.reader import versions
 from cachefs.store.base import ObjectStore
 from tests.conftest import DeclaredWarnings
-from tests.publish.cluster import Cluster
+from tests.publish.cluster import Cluster, Node
 from tests.publish.stage import RUN, memory
 
 Clusters = Callable[..., AbstractAsyncContextManager[Cluster]]
@@ -241,6 +241,25 @@ async def test_a_member_that_starts_again_goes_on(clusters: Clusters) -> None:
         await cluster.restart("b")
         cluster.nodes["a"].mark(saves["a"])
         await cluster.until_state("step-1", State.PUBLISHED)
+        assert shards(cluster) == {"a.bin": "a", "b.bin": "b"}
+
+
+async def test_the_others_close_while_no_engine_runs(clusters: Clusters) -> None:
+    """The engine of a member dies alone: what was written into its mount meanwhile is known to be this daemon's."""
+    async with clusters() as cluster:
+        await cluster.start("a", "b")
+        saves = cluster.save("step-1", 1, a=A, b=B)
+        cluster.nodes["a"].mark(saves["a"])
+        await cluster.until_state("step-1", State.PUBLISHED)
+        dead = cluster.nodes["b"]
+        await dead.kill()
+        engine = cluster.nodes["b"] = Node(cluster.root, cluster.store, name="b")
+        engine.settings, engine.started, engine.incarnation = dead.settings, dead.started, dead.incarnation
+        saves = cluster.save("step-2", 2, a=A, b=B)
+        cluster.nodes["a"].mark(saves["a"])
+        await cluster.until(lambda: cluster.store.get(engine.keys.close("exp/a", saves["a"])), "closed")
+        await cluster.nursery.start(engine.live)
+        await cluster.until_state("step-2", State.PUBLISHED)
         assert shards(cluster) == {"a.bin": "a", "b.bin": "b"}
 
 
