@@ -7,6 +7,7 @@ import os
 import random
 import socket
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -19,13 +20,15 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from cachefs import control
 from integration.bucket import Bucket
-from integration.node import Node, await_condition, node
+from integration.node import Node, await_condition
 from integration.proxy import Proxy
 from tests.servers import Server
 
 MIB = 1 << 20
 PART = 5 * MIB
 """The part size of all nodes: the least that S3 allows."""
+QUICK = ("--pointer-poll", "0.2", "--member-settle", "0.5", "--early-upload-delay", "0.1")
+"""Options of members that wait for each other as little as they can."""
 SHARD = "/shards/"
 """Found in the key of every shard, and of nothing else."""
 
@@ -75,18 +78,28 @@ class World:
 
     def node(self, name: str = "node", *options: str, metrics: bool = False) -> Node:
         """Return a started node; `name` is its member name, too."""
+        return self.place(name, *options, metrics=metrics).start()
+
+    def place(self, name: str, *options: str, metrics: bool = False) -> Node:
+        """Return a node that is not started."""
         if metrics:
             with socket.socket() as free:
                 free.bind(("127.0.0.1", 0))
                 options += ("--metrics", f"127.0.0.1:{free.getsockname()[1]}")
-        return self._stack.enter_context(
-            node(
-                self.root / name,
-                f"s3://{self.bucket.bucket}/ckpt",
-                options=("--endpoint-url", self.proxy.url, "--part-size", "5MiB", "--member", name, *options),
-                environ=self._server.environ,
-            )
+        one = Node(
+            self.root / name,
+            f"s3://{self.bucket.bucket}/ckpt",
+            options=("--endpoint-url", self.proxy.url, "--part-size", "5MiB", "--member", name, *options),
+            environ=self._server.environ,
         )
+        self._stack.callback(one.end)
+        return one
+
+    def members(self, names: str, *options: str) -> list[Node]:
+        """Return started nodes that save together, one member each; the first one owns the runs."""
+        places = [self.place(name, "--members", names, *QUICK, *options) for name in names.split(",")]
+        with ThreadPoolExecutor() as pool:
+            return list(pool.map(Node.start, places))
 
     def enter(self, context: AbstractContextManager[Path]) -> Path:
         """Enter a context that ends when the nodes made after it have ended."""

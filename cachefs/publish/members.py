@@ -33,6 +33,9 @@ from cachefs.publish.steps import forget_shards, record_published, update
 from cachefs.publish.writes import Conflict, Writes, pin_of
 from cachefs.restore.reader import Seen, read_pointer
 
+WANTED = "waits for an owner of the run to open it"
+REPORTED = "has reported; waits for the owner and other members"
+"""What a save of this member waits for, as the status shows it."""
 _log = structlog.get_logger(__name__)
 
 
@@ -85,8 +88,10 @@ class Member:
         """Close records of attempts that this daemon opened."""
         self._seen_open: dict[str, float] = {}
         self._absent_since: dict[str, float] = {}
-        self._alone: dict[str, int] = {}
-        """At how many looks a save found no attempt."""
+        self._alone: dict[str, set[str]] = {}
+        """By run: the saves that found no attempt at the last look."""
+        self._asked: set[str] = set()
+        """The saves for which the owner was asked."""
         self._testing: set[tuple[str, int]] = set()
 
     async def look(self, run: str, *, new: bool = False) -> Seen | None:
@@ -238,9 +243,9 @@ class Member:
         lonely = [save for save in lonely if save.generation not in known]
         if self._settings.owner:
             return  # the publisher opens them
-        self._alone = {save.attempt: self._alone.get(save.attempt, 0) + 1 for save in lonely}
+        before, self._alone[run] = self._alone.get(run, set()), {save.attempt for save in lonely}
         for save in lonely:
-            if self._alone[save.attempt] == 2:
+            if save.attempt in before - self._asked:
                 wanted = Wanted(
                     run=run,
                     generation=save.generation,
@@ -250,6 +255,8 @@ class Member:
                     step=save.step,
                 )
                 await self._writes.create(self._writes.keys.wanted(run, save.attempt), wanted, _equal)
+                self._asked.add(save.attempt)
+                await self._journal.write(partial(_waits, save.attempt, WANTED))
 
     # the answer
 
@@ -367,6 +374,7 @@ def _join(decision: Join, txn: Txn) -> None:
         ordinal=record.ordinal,
         members=record.members,
         count=record.count,
+        error="",
     )
 
 
@@ -378,6 +386,10 @@ def _refuse(decision: Refuse, txn: Txn) -> None:
         update(txn, save, state=State.ABANDONED, error=decision.reason)
 
 
+def _waits(attempt: str, why: str, txn: Txn) -> None:
+    update(txn, attempt, error=why)
+
+
 def _abandon(save: AttemptRecord, reason: str, txn: Txn) -> None:
     update(txn, save.attempt, state=State.ABANDONED, error=reason)
 
@@ -385,7 +397,7 @@ def _abandon(save: AttemptRecord, reason: str, txn: Txn) -> None:
 def _answered(txn: Txn, record: SharedRecord) -> None:
     txn.shared.put(record.attempt, record)
     if record.local and not record.refused:
-        update(txn, record.local, report=record.report, error="", retries=0)
+        update(txn, record.local, report=record.report, error=REPORTED, retries=0)
 
 
 def _ended(record: SharedRecord, published: Published | None, reason: str, txn: Txn) -> None:

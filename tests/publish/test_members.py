@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import trio
 
+from cachefs.errors import DeniedError
 from cachefs.formats.manifest import Shard
 from cachefs.formats.pointer import Pointer
 from cachefs.formats.records import State
@@ -17,6 +18,7 @@ from cachefs.store.base import ObjectStore
 from tests.conftest import DeclaredWarnings
 from tests.publish.cluster import Cluster, Node
 from tests.publish.stage import RUN, memory
+from tests.store.faults import FaultyStore, Rule, refused, rules
 
 Clusters = Callable[..., AbstractAsyncContextManager[Cluster]]
 A = {"a.bin": b"of member a, quite long"}
@@ -90,6 +92,24 @@ async def test_a_save_in_which_the_owner_has_no_part(clusters: Clusters, writers
         cluster.nodes["b"].mark(saves["b"])
         await cluster.until_state("step-1", State.PUBLISHED, "a", *writers)
         assert shards(cluster) == {name: name for name in writers}
+
+
+async def test_asking_for_an_attempt_in_one_of_many_runs(
+    clusters: Clusters, declared_warnings: DeclaredWarnings
+) -> None:
+    """Looks at other runs in between, and a store that refuses the first time, change nothing."""
+    declared_warnings("cannot look at what other members do")
+    asked = Rule("put", refused(DeniedError("not yet")), key=lambda key: "/wanted/" in key)
+    async with clusters() as cluster:
+        await cluster.start("a", "b")
+        for number in range(3):
+            cluster.nodes["a"].mark(cluster.nodes["a"].write("step-1", 1, A, run=f"exp/{number}"))
+            await cluster.until_state("step-1", State.PUBLISHED)
+        await cluster.nodes["b"].kill()
+        store = FaultyStore(cluster.store, rules(asked))
+        b = await cluster.add("b", owner=False, names=("a", "b"), count=2, store=store)
+        b.mark(b.write("step-2", 2, B, run="exp/z"))
+        await cluster.until_state("step-2", State.PUBLISHED, "a", "b")
 
 
 async def test_an_owner_that_is_no_member(clusters: Clusters) -> None:
