@@ -99,7 +99,6 @@ def await_error(one: Node, path: str, text: str) -> None:
     """Wait until a save shows an error, in the status and in the extended attribute."""
     await_condition(lambda: [text in attempt["error"] for attempt in attempts(one, path)][-1:] == [True], text)
     assert text in shown(one, path)[1]
-    assert text in one.run("status", one.mnt).stdout.replace("\n", " ") or len(text) > 40
 
 
 # saves that are published
@@ -162,8 +161,9 @@ def test_unequal_files(shared: World, three: dict[str, Node], run: str) -> None:
     for one in three.values():
         await_state(one, f"{run}/step-2", "abandoned")
         await_error(one, f"{run}/step-2", "members a and b have different bytes in rng.pt")
-        done = one.run("wait", one.mnt / run / "step-2", "--timeout", "5", check=False)
-        assert (done.returncode, "rng.pt" in done.stderr) == (1, True)
+    done = three["c"].run("wait", three["c"].mnt / run / "step-2", "--timeout", "5", check=False)
+    assert (done.returncode, "rng.pt" in done.stderr) == (1, True)
+    assert "have different bytes" in " ".join(three["c"].run("status", three["c"].mnt).stdout.split())
     assert promoted(shared, run) == ["step-1"]
     saved = save(three, f"{run}/step-3", "b", {name: part(name, 3) for name in three})
     await_state(three["b"], f"{run}/step-3")
@@ -265,10 +265,6 @@ def test_an_owner_that_is_no_member(world: World) -> None:
         (("--members", "a,b"), "is not one of the members a, b"),
         (("--members", "2"), "nothing says which of them this node is"),
         (("--members", "auto"), "no launcher says who they are"),
-        (("--members", "a,a"), "names a member twice"),
-        (("--members", "node[2-1]"), "not a number or a range"),
-        (("--members", "0"), "must be a number from 1"),
-        (("--member-deadline", "0"), "member_deadline"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(world: World, options: tuple[str, ...], said: str) -> None:

@@ -20,6 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from cachefs import control
 from integration.bucket import Bucket
+from integration.machines import Machine, Switch
 from integration.node import Node, await_condition
 from integration.proxy import Proxy
 from tests.servers import Server
@@ -67,9 +68,12 @@ def save(directory: Path, files: dict[str, bytes]) -> dict[str, bytes]:
 class World:
     """One bucket prefix behind one proxy; the nodes share both."""
 
-    def __init__(self, server: Server, proxy: Proxy, root: Path, stack: ExitStack) -> None:
+    def __init__(
+        self, server: Server, proxy: Proxy, root: Path, stack: ExitStack, switch: Switch | None = None
+    ) -> None:
         self.proxy = proxy
         self.root = root
+        self.switch = switch
         self._server = server
         self._stack = stack
         client = server.session().client("s3", endpoint_url=server.endpoint_url)
@@ -95,6 +99,20 @@ class World:
         self._stack.callback(one.end)
         return one
 
+    def machine(self, name: str, *options: str) -> Machine:
+        """Return a machine of its own, switched off; the world has a `switch` then."""
+        assert self.switch is not None
+        one = Machine(
+            self.switch,
+            self.root,
+            name,
+            f"s3://{self.bucket.bucket}/ckpt",
+            options=("--endpoint-url", self.proxy.url, "--part-size", "5MiB", *options),
+            environ=self._server.environ,
+        )
+        self._stack.callback(one.end)
+        return one
+
     def members(self, names: str, *options: str) -> list[Node]:
         """Return started nodes that save together, one member each; the first one owns the runs."""
         places = [self.place(name, "--members", names, *QUICK, *options) for name in names.split(",")]
@@ -112,6 +130,11 @@ class World:
         one.wipe_staging()
         assert_same(self.bucket.files(run), saved)
         history(self.bucket, run)
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    """Return a directory's files by relative path."""
+    return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
 
 
 def assert_same(found: dict[str, bytes], saved: dict[str, bytes]) -> None:
@@ -166,7 +189,7 @@ def world(moto_server: Server, tmp_path: Path) -> Iterator[World]:
 
 def status(one: Node) -> dict[str, Any]:
     """Return the daemon's status; without a process for the command line it is quick enough to poll."""
-    place, _ = control.find(one.mnt)
+    place = Path(os.fsdecode(os.getxattr(one.mnt, "user.cachefs.socket")))
     found: dict[str, Any] = msgspec.to_builtins(control.ask(place, control.StatusRequest()))
     return found
 
