@@ -119,8 +119,10 @@ class Member:
     # what there is
 
     def _shared(self, run: str) -> list[SharedRecord]:
+        """Return the attempts of a run that others opened, the oldest first."""
         with self._journal.read() as txn:
-            return [record for record in txn.shared.scan() if record.run == run]
+            found = [record for record in txn.shared.scan() if record.run == run]
+        return sorted(found, key=lambda record: (record.epoch, record.ordinal))
 
     def _saves(self, run: str) -> list[AttemptRecord]:
         """Return this member's saves of a run, the oldest first."""
@@ -209,7 +211,7 @@ class Member:
         """Decide which saves belong to the attempts that this member has no part in yet (joining.py)."""
         saves, member = self._saves(run), self._settings.member
         offers: dict[str, list[SharedRecord]] = {}
-        for record in sorted(self._shared(run), key=lambda record: (record.epoch, record.ordinal)):
+        for record in self._shared(run):
             if not record.local and record.report is None and not record.refused:
                 offers.setdefault(record.generation, []).append(record)
         for generation, group in offers.items():
@@ -261,6 +263,9 @@ class Member:
     # the answer
 
     async def _answer(self, run: str) -> None:
+        """Report in the order of the attempts: a later one that is complete first would be promoted first, and have
+        this one refused for its older step. One that is closed and not ready holds back those after it.
+        """
         saves = {save.attempt: save for save in self._saves(run)}
         for record in self._shared(run):
             if record.report is not None or not self._expected(record):
@@ -275,6 +280,8 @@ class Member:
                 await self._report(record, save, "")
             elif save is None and self._is_absent(record.attempt):
                 await self._report(record, None, "")
+            elif record.close is not None and (save is None or save.closed_at is not None):
+                break
 
     def _expected(self, record: SharedRecord) -> bool:
         return not record.members or self._settings.member in record.members

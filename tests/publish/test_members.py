@@ -18,7 +18,7 @@ from cachefs.store.base import ObjectStore
 from tests.conftest import DeclaredWarnings
 from tests.publish.cluster import Cluster, Node
 from tests.publish.stage import RUN, memory
-from tests.store.faults import FaultyStore, Rule, refused, rules
+from tests.store.faults import FaultyStore, Rule, ends, lost_request, refused, rules
 
 Clusters = Callable[..., AbstractAsyncContextManager[Cluster]]
 A = {"a.bin": b"of member a, quite long"}
@@ -249,6 +249,51 @@ async def test_an_owner_that_starts_again(clusters: Clusters) -> None:
             await cluster.restart("a")
         await cluster.until_state("step-1", State.PUBLISHED)
         assert shards(cluster) == {"a.bin": "a", "b.bin": "b"}
+
+
+async def test_wishes_are_granted_once_by_whatever_owner(clusters: Clusters) -> None:
+    """A member asked while the owner was away, which then opened its own save. An owner that starts again finds the
+    wish of a save that is published since, and opens nothing for it.
+    """
+    async with clusters() as cluster:
+        await cluster.start("a", "b")
+        dead = cluster.nodes["a"]
+        await dead.kill()
+        cluster.nodes["b"].write("step-1", 1, B)
+        wanted = cluster.nodes["b"].keys.wanted(RUN)
+        await cluster.until(lambda: cluster.store.list(wanted).keys, "b has asked")
+        a = cluster.nodes["a"] = Node(cluster.root, cluster.store, name="a")
+        a.settings = dead.settings
+        attempt = a.write("step-1", 1, A)
+        await cluster.nursery.start(a.live)
+        await cluster.until(lambda: cluster.nodes["b"].latest("step-1").shared == attempt, "b has joined a's save")
+        a.mark(attempt)
+        await cluster.until_state("step-1", State.PUBLISHED)
+        before = len(pointers(cluster))
+        a = await cluster.restart("a")
+        saves = cluster.save("step-2", 2, a=A, b=B)
+        a.mark(saves["a"])
+        await cluster.until_state("step-2", State.PUBLISHED)
+        await trio.sleep(100)
+        assert [pointer.kind for pointer in pointers(cluster)[:-before]] == ["promote", "open", "grant"]
+
+
+async def test_saves_are_published_in_their_order(clusters: Clusters) -> None:
+    """A member that was away reports many in a row and is interrupted after the first one: none is overtaken."""
+    interrupted = [Rule("put", lost_request, key=ends("/members/b.json"), nth=nth) for nth in range(2, 10)]
+    async with clusters() as cluster:
+        await cluster.add("a", owner=True, names=("a", "b"), count=2)
+        store = FaultyStore(cluster.store, rules(*interrupted))
+        away = await cluster.add("b", owner=False, names=("a", "b"), count=2, store=store)
+        away.flushes = False
+        for step in range(1, 21):
+            saves = cluster.save(f"step-{step}", step, a=A, b=B)
+            await cluster.until(lambda saves=saves: away.attempt(saves["b"]).shared, "b has joined")
+            cluster.nodes["a"].mark(saves["a"])
+            await cluster.until(lambda saves=saves: away.attempt(saves["b"]).closed_at, "closed")
+        away.flushes = True
+        await cluster.until_state("step-20", State.PUBLISHED)
+        assert cluster.published() == [f"step-{step}" for step in range(1, 21)]
 
 
 # members that come and go
