@@ -18,7 +18,7 @@ from cachefs.formats.keys import Keys
 from cachefs.journal import Journal
 from cachefs.publish.collecting import Collector
 from cachefs.publish.members import Member
-from cachefs.publish.pace import busy, pace
+from cachefs.publish.pace import LISTS, busy, pace
 from cachefs.publish.settings import Settings
 from cachefs.publish.writes import Writes
 from cachefs.restore.listing import names
@@ -92,7 +92,8 @@ class Looking:
 
     async def _discover(self) -> None:
         members = self._settings.count
-        if members == 1 or trio.current_time() - self._discovered < pace(members, DISCOVER * self._settings.poll):
+        interval = pace(members, DISCOVER * self._settings.poll, LISTS)
+        if members == 1 or trio.current_time() - self._discovered < interval:
             return
         try:
             found = await self._writes.hop(_runs, self._writes.store, self._writes.keys)
