@@ -38,7 +38,7 @@ from cachefs.journal import Journal
 from cachefs.publish.collecting import Collector
 from cachefs.publish.looking import Looking
 from cachefs.publish.members import CloseAsked, Member
-from cachefs.publish.ownership import Ownership
+from cachefs.publish.ownership import Ownership, lift_fences
 from cachefs.publish.publisher import Publisher
 from cachefs.publish.settings import Settings as PublishSettings
 from cachefs.publish.writes import Writes
@@ -195,6 +195,8 @@ class Engine:
         ranges = await self._gate.wait_open(self._hop)
         self._link.send_nowait(self._figures())  # nobody shall read that the gate is closed after a save was published
         settings = self._settings(ranges)
+        if not settings.owner:
+            await self._journal.write(lift_fences)
         async with trio.open_nursery() as nursery:
             await nursery.start(self._flusher.run)
             collector = await self._own(settings, nursery) if settings.owner else None

@@ -190,8 +190,10 @@ def training(world: World, machines: dict[str, Machine], trained: Ranks) -> Site
 
 @pytest.fixture
 def site(training: Site) -> Site:
-    """The training as the test before left it."""
+    """The training as the test before left it, with something published."""
     training.sync()
+    if not training.published:
+        training.next_save_is_published()
     return training
 
 
