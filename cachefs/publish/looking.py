@@ -26,12 +26,14 @@ from cachefs.restore.reader import Seen
 from cachefs.store.base import ObjectStore
 
 DISCOVER = 4.0
-"""Polls between two listings of the runs: a member that has written nothing learns of a run in no other way."""
+"""Polls between two listings of the runs: a member that has written nothing learns of a run in no other way. A run that
+lies inside one that is known already is found at the next start.
+"""
 _log = structlog.get_logger(__name__)
 
 
-def _runs(store: ObjectStore, keys: Keys) -> list[str]:
-    return list(names(store, keys, wanted=True))
+def _runs(store: ObjectStore, keys: Keys, known: set[str]) -> list[str]:
+    return list(names(store, keys, wanted=True, known=known))
 
 
 class Looking:
@@ -96,7 +98,7 @@ class Looking:
         if members == 1 or trio.current_time() - self._discovered < interval:
             return
         try:
-            found = await self._writes.hop(_runs, self._writes.store, self._writes.keys)
+            found = await self._writes.hop(_runs, self._writes.store, self._writes.keys, set(self._idle))
         except CachefsError as error:
             self._problem("", error)
             return
