@@ -47,6 +47,10 @@ from cachefs.supervisor import Supervisor
 _log = structlog.get_logger(__name__)
 _CLOSES = 1000
 """Closes of other members that may wait to be carried out."""
+_FIRST_LOOK = 15.0
+"""Seconds that a mount with other members waits for the first look at what they have open: a save that was written
+before it cannot be told from one of an earlier daemon of this name, and is refused if others close it meanwhile.
+"""
 _LOOK = 0.2
 """Seconds after which a drain looks again at what only time changes."""
 
@@ -133,10 +137,11 @@ class Daemon:
         """Run everything; returns when the mount has ended and what could be drained is drained."""
         self._build()
         await self._tracker.resume()
-        self._session.start()
         try:
             async with trio.open_nursery() as nursery:
                 await nursery.start(self._supervisor.run)
+                await self._first_look()
+                self._session.start()
                 await nursery.start(self._tracker.run)
                 await nursery.start(self._tracker.early.run)
                 await nursery.start(self._releaser.run)
@@ -213,6 +218,12 @@ class Daemon:
         """Close what other members have closed."""
         async for close in self._closes[1]:
             await persist(partial(self._tracker.close_from, close), "closing")
+
+    async def _first_look(self) -> None:
+        """Wait until other members were looked at, but not for a store that does not answer."""
+        if self._config.membership.count > 1 and not self._supervisor.figures.blocked:
+            with trio.move_on_after(_FIRST_LOOK):
+                await self._supervisor.looked.wait()
 
     # ---- the service around it
 

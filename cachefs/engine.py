@@ -40,7 +40,7 @@ from cachefs.publish import loading
 from cachefs.publish.collecting import Collector
 from cachefs.publish.looking import Looking
 from cachefs.publish.members import CloseAsked, Member
-from cachefs.publish.ownership import Ownership
+from cachefs.publish.ownership import Ownership, lift_fences
 from cachefs.publish.publisher import Publisher
 from cachefs.publish.settings import Settings as PublishSettings
 from cachefs.publish.writes import Writes
@@ -229,6 +229,8 @@ class Engine:
         config = self._config
         await self._hop(loading.sweep, config.staging / "load")
         settings = self._settings(ranges)
+        if not settings.owner:
+            await self._journal.write(lift_fences)
         async with trio.open_nursery() as nursery:
             await nursery.start(self._flusher.run)
             collector = await self._own(settings, nursery) if settings.owner else None
@@ -238,11 +240,13 @@ class Engine:
                 settings,
                 nursery,
                 started=self._started,
+                incarnation=self._incarnation,
                 close=self._close,
                 joined=self._flusher.wake,
                 confirm=self._gate.confirm,
             )
             self._looking = Looking(self._journal, self._writes(), settings, member, collector)
+            self._looking.first = lambda: self._link.send_nowait(link.Looked())
             await nursery.start(self._looking.run)
             if config.loose:
                 # What changed while nobody looked is found by its identity.

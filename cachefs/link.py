@@ -60,6 +60,10 @@ class CloseSave(msgspec.Struct, frozen=True, tag="close"):
     quiet: float
 
 
+class Looked(msgspec.Struct, frozen=True, tag="looked"):
+    """The engine has looked once at what other members have open: saves that begin from now on are told from those."""
+
+
 class Figures(msgspec.Struct, frozen=True, tag="figures"):
     """What the engine does. Counters are totals since its start; `requests` by "operation outcome",
     `gc` by the fields of retention.keeper.Counts.
@@ -76,7 +80,7 @@ class Figures(msgspec.Struct, frozen=True, tag="figures"):
 
 
 ToEngine = Start | Hint | LooseChanged
-ToMount = Changed | CloseSave | Figures
+ToMount = Changed | CloseSave | Looked | Figures
 
 
 class Link(Generic[T]):

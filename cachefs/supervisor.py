@@ -75,6 +75,8 @@ class Supervisor:
         self._before = Totals()
         self._stopping = False
         self._gone = trio.Event()
+        self.looked = trio.Event()
+        """Set once an engine has looked at what other members have open."""
         self.restarts = 0
         self.figures = link.Figures(blocked, "ok", 0, 0, 0, {}, {})
 
@@ -158,6 +160,8 @@ class Supervisor:
                             self.figures = message
                         case link.CloseSave():
                             self._close(message)
+                        case link.Looked():
+                            self.looked.set()
                         case link.Changed():
                             self._changed()
                 nursery.cancel_scope.cancel()

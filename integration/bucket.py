@@ -29,15 +29,22 @@ class Bucket:
 
     def manifest(self, run: str) -> dict[str, Any]:
         """Return the manifest that a run's pointer names, after checking its digest."""
-        pin = self.pointer(run)["published"]["manifest"]
+        return self._manifest(self.pointer(run))
+
+    def _manifest(self, pointer: dict[str, Any]) -> dict[str, Any]:
+        pin = pointer["published"]["manifest"]
         body = self.get(pin["key"], pin["version_id"])
         assert (len(body), hashlib.sha256(body).hexdigest()) == (pin["size"], pin["sha256"])
         return json.loads(body)
 
     def files(self, run: str) -> dict[str, bytes]:
         """Return the files of the published generation by path, each checked against the manifest."""
+        return self.named(self.pointer(run))
+
+    def named(self, pointer: dict[str, Any]) -> dict[str, bytes]:
+        """Return the files of the generation that one version of a pointer names."""
         found: dict[str, bytes] = {}
-        for shard in self.manifest(run)["shards"]:
+        for shard in self._manifest(pointer)["shards"]:
             pin = shard["pin"]
             body = self.get(pin["key"], pin["version_id"])
             size = shard["part_size"] or max(1, len(body))

@@ -37,6 +37,9 @@ class Node:
     ) -> None:
         self.root = root
         self.mnt = root / "mnt"
+        """Where the tests see the mount."""
+        self.mountpoint = self.mnt
+        """Where the daemon's own machine sees it."""
         self.staging = root / "staging"
         self.log = root / "daemon.log"
         self.store = store
@@ -58,8 +61,17 @@ class Node:
             "--pointer-poll",
             "0.5",
         )
-        place = (str(self.mnt), "--store", self.store, "--staging", str(self.staging))
-        return [*CACHEFS, "mount", *place, *defaults, *self.options, *extra]
+        place = (str(self.mountpoint), "--store", self.store, "--staging", str(self.staging))
+        return self.inside([*CACHEFS, "mount", *place, *defaults, *self.options, *extra])
+
+    def inside(self, command: list[str]) -> list[str]:
+        """Return a command that runs another on this node's machine."""
+        return command
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal to the daemon."""
+        assert self.process is not None
+        self.process.send_signal(number)
 
     def start(self, *extra: str) -> Node:
         """Start the daemon and wait until the mount serves."""
@@ -97,14 +109,14 @@ class Node:
     def kill(self) -> None:
         """Kill the daemon as kill -9 does; the mount stays behind, dead."""
         assert self.process is not None
-        self.process.send_signal(signal.SIGKILL)
+        self.send_signal(signal.SIGKILL)
         self.process.wait()
         self.process = None
 
     def stop(self, number: int = signal.SIGTERM) -> int:
         """Stop the daemon; return its exit code."""
         assert self.process is not None
-        self.process.send_signal(number)
+        self.send_signal(number)
         code = self.process.wait(PATIENCE)
         self.process = None
         return code
@@ -126,7 +138,7 @@ class Node:
     ) -> subprocess.CompletedProcess[str]:
         """Run a cachefs command."""
         done = subprocess.run(
-            [*CACHEFS, *map(str, arguments)],
+            self.inside([*CACHEFS, *map(str, arguments)]),
             env=self.environ,
             capture_output=True,
             text=True,
@@ -139,7 +151,7 @@ class Node:
 
     def status(self) -> dict[str, Any]:
         """Return the daemon's status."""
-        result: dict[str, Any] = json.loads(self.run("status", "--json", self.mnt).stdout)
+        result: dict[str, Any] = json.loads(self.run("status", "--json", self.mountpoint).stdout)
         return result
 
     def generations(self, path: str) -> list[dict[str, Any]]:
@@ -148,7 +160,7 @@ class Node:
 
     def wait(self, path: str, state: str = "published", *, timeout: float = PATIENCE) -> None:
         """Wait until the newest save of a generation has reached a state."""
-        self.run("wait", self.mnt / path, "--state", state, "--timeout", str(timeout), timeout=timeout + 10)
+        self.run("wait", self.mountpoint / path, "--state", state, "--timeout", str(timeout), timeout=timeout + 10)
 
     def wipe_staging(self) -> None:
         """Lose the local disk."""

@@ -59,6 +59,7 @@ class Request:
     query: Mapping[str, str]
     headers: Mapping[str, str]
     size: int
+    client: str = ""
     effect: int | None = None
 
     @property
@@ -259,19 +260,19 @@ class Rule:
 
 
 class Proxy:
-    """The proxy, serving from threads until the block ends."""
+    """The proxy, serving from threads until the block ends, on an address of this host."""
 
-    def __init__(self, upstream: str) -> None:
+    def __init__(self, upstream: str, address: str = "127.0.0.1") -> None:
         self._rules: list[Rule] = []
         self._log: list[Request] = []
         self._lock = threading.Lock()
-        self._server = _Server(upstream, self._act)
+        self._server = _Server(upstream, address, self._act)
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True)
 
     @property
     def url(self) -> str:
         """Return the endpoint for clients."""
-        return f"http://127.0.0.1:{self._server.server_address[1]}"
+        return f"http://{self._server.server_address[0]}:{self._server.server_address[1]}"
 
     def __enter__(self) -> Proxy:
         self._thread.start()
@@ -337,11 +338,11 @@ class _Server(ThreadingHTTPServer):
     block_on_close = False
     request_queue_size = 128
 
-    def __init__(self, upstream: str, act: Action) -> None:
+    def __init__(self, upstream: str, address: str, act: Action) -> None:
         self.upstream = upstream
         self.act = act
         self.conditional = threading.Lock()
-        super().__init__(("127.0.0.1", 0), _Handler)
+        super().__init__((address, 0), _Handler)
 
     def handle_error(self, *_: object) -> None:
         """Say nothing: clients are killed here."""
@@ -364,7 +365,8 @@ class _Handler(BaseHTTPRequestHandler):
         query = dict(parse_qsl(split.query, keep_blank_values=True))
         _, _, key = unquote(split.path).lstrip("/").partition("/")
         headers = {name.lower(): value for name, value in self.headers.items()}
-        return Request(self.command, _operation(self.command, key, query), key, query, headers, size)
+        operation = _operation(self.command, key, query)
+        return Request(self.command, operation, key, query, headers, size, client=self.client_address[0])
 
     do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = _serve
 

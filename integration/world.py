@@ -7,6 +7,7 @@ import os
 import random
 import socket
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -19,13 +20,16 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from cachefs import control
 from integration.bucket import Bucket
-from integration.node import Node, await_condition, node
+from integration.machines import Machine, Switch
+from integration.node import Node, await_condition
 from integration.proxy import Proxy
 from tests.servers import Server
 
 MIB = 1 << 20
 PART = 5 * MIB
 """The part size of all nodes: the least that S3 allows."""
+QUICK = ("--pointer-poll", "0.2", "--member-settle", "0.5", "--early-upload-delay", "0.1")
+"""Options of members that wait for each other as little as they can."""
 SHARD = "/shards/"
 """Found in the key of every shard, and of nothing else."""
 
@@ -64,9 +68,12 @@ def save(directory: Path, files: dict[str, bytes]) -> dict[str, bytes]:
 class World:
     """One bucket prefix behind one proxy; the nodes share both."""
 
-    def __init__(self, server: Server, proxy: Proxy, root: Path, stack: ExitStack) -> None:
+    def __init__(
+        self, server: Server, proxy: Proxy, root: Path, stack: ExitStack, switch: Switch | None = None
+    ) -> None:
         self.proxy = proxy
         self.root = root
+        self.switch = switch
         self._server = server
         self._stack = stack
         client = server.session().client("s3", endpoint_url=server.endpoint_url)
@@ -75,18 +82,42 @@ class World:
 
     def node(self, name: str = "node", *options: str, metrics: bool = False) -> Node:
         """Return a started node; `name` is its member name, too."""
+        return self.place(name, *options, metrics=metrics).start()
+
+    def place(self, name: str, *options: str, metrics: bool = False) -> Node:
+        """Return a node that is not started."""
         if metrics:
             with socket.socket() as free:
                 free.bind(("127.0.0.1", 0))
                 options += ("--metrics", f"127.0.0.1:{free.getsockname()[1]}")
-        return self._stack.enter_context(
-            node(
-                self.root / name,
-                f"s3://{self.bucket.bucket}/ckpt",
-                options=("--endpoint-url", self.proxy.url, "--part-size", "5MiB", "--member", name, *options),
-                environ=self._server.environ,
-            )
+        one = Node(
+            self.root / name,
+            f"s3://{self.bucket.bucket}/ckpt",
+            options=("--endpoint-url", self.proxy.url, "--part-size", "5MiB", "--member", name, *options),
+            environ=self._server.environ,
         )
+        self._stack.callback(one.end)
+        return one
+
+    def machine(self, name: str, *options: str) -> Machine:
+        """Return a machine of its own, switched off; the world has a `switch` then."""
+        assert self.switch is not None
+        one = Machine(
+            self.switch,
+            self.root,
+            name,
+            f"s3://{self.bucket.bucket}/ckpt",
+            options=("--endpoint-url", self.proxy.url, "--part-size", "5MiB", *options),
+            environ=self._server.environ,
+        )
+        self._stack.callback(one.end)
+        return one
+
+    def members(self, names: str, *options: str) -> list[Node]:
+        """Return started nodes that save together, one member each; the first one owns the runs."""
+        places = [self.place(name, "--members", names, *QUICK, *options) for name in names.split(",")]
+        with ThreadPoolExecutor() as pool:
+            return list(pool.map(Node.start, places))
 
     def enter(self, context: AbstractContextManager[Path]) -> Path:
         """Enter a context that ends when the nodes made after it have ended."""
@@ -99,6 +130,11 @@ class World:
         one.wipe_staging()
         assert_same(self.bucket.files(run), saved)
         history(self.bucket, run)
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    """Return a directory's files by relative path."""
+    return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
 
 
 def assert_same(found: dict[str, bytes], saved: dict[str, bytes]) -> None:
@@ -153,7 +189,7 @@ def world(moto_server: Server, tmp_path: Path) -> Iterator[World]:
 
 def status(one: Node) -> dict[str, Any]:
     """Return the daemon's status; without a process for the command line it is quick enough to poll."""
-    place, _ = control.find(one.mnt)
+    place = Path(os.fsdecode(os.getxattr(one.mnt, "user.cachefs.socket")))
     found: dict[str, Any] = msgspec.to_builtins(control.ask(place, control.StatusRequest()))
     return found
 

@@ -182,7 +182,7 @@ class RunRecord(msgspec.Struct, frozen=True):
     """What this daemon knows of a run: the epoch it holds (0: none), and the highest step and ordinal it has used.
 
     `incarnation` is the daemon that `epoch` was granted to, or that lost the run to `fenced_by`. `looked` is the
-    attempt serial at this member's last look at the run's open attempts.
+    attempt serial at this member's last look at the run's open attempts, `looked_by` the daemon that looked.
     """
 
     run: str
@@ -193,6 +193,7 @@ class RunRecord(msgspec.Struct, frozen=True):
     fenced_by: str = ""
     incarnation: str = ""
     looked: int = 0
+    looked_by: str = ""
 
 
 class LooseRecord(msgspec.Struct, frozen=True):

@@ -63,7 +63,7 @@ class Collector:
 
     async def look(self, run: str, seen: Seen | None) -> None:
         """Look at a run once and do what follows; `seen` is its pointer. Raises FencedError, and the store's errors."""
-        wishes = await self._wanted(run) if self._settings.count > 1 else {}
+        wishes = await self._wanted(run, seen) if self._settings.count > 1 else {}
         if wishes or (seen is not None and self._unknown(seen)):
             await self._ownership.acquire(run)
         if self._ownership.epoch(run) is None:
@@ -72,8 +72,12 @@ class Collector:
             await self._take_over(run, seen)
         for wish in wishes.values():
             await self._open(wish)
-        for attempt in self._waiting(run):
-            await self._count(attempt)
+        waiting = self._waiting(run)
+        # Members report in order, so when the newest one is complete, what is read after it finds the older ones so.
+        for attempt in reversed(waiting):
+            await self._read_reports(attempt)
+        for attempt in waiting:
+            await self._judge(attempt)
         if seen is not None:
             await self._end(run, seen)
 
@@ -138,7 +142,7 @@ class Collector:
 
     # what other members ask for
 
-    async def _wanted(self, run: str) -> dict[str, Wanted]:
+    async def _wanted(self, run: str, seen: Seen | None) -> dict[str, Wanted]:
         """Return one wish for each generation of which nothing is open, unless it was granted before."""
         keys = self._writes.keys
         listing = await self._writes.hop(self._writes.store.list, keys.wanted(run))
@@ -152,11 +156,23 @@ class Collector:
             wish = self._wishes.get(key) or await self._wish(run, key)
             if wish is None or wish.generation in busy or wish.generation in due:
                 continue
-            if await self._opened(run, attempt_for(wish)) is None:
+            if await self._opened(run, attempt_for(wish)) is not None or await self._is_past(wish, seen):
+                self._served.add(wish.attempt)  # granted by an earlier owner, or long ago
+            else:
                 due[wish.generation] = wish
-            else:  # granted by an earlier owner, or long ago
-                self._served.add(wish.attempt)
         return due
+
+    async def _is_past(self, wish: Wanted, seen: Seen | None) -> bool:
+        """Return whether a wish was granted by what is published, or comes too late: wishes outlive their owner."""
+        published = seen.pointer.published if seen is not None else None
+        if published is None or wish.step > published.order.step:
+            return False
+        if wish.step == published.order.step:
+            key = self._writes.keys.member(wish.run, published.attempt, wish.member)
+            found = await self._writes.hop(self._writes.store.get, key)
+            if found is None or decode(found[1], MemberReport, key).save != wish.attempt:
+                return False
+        return True
 
     async def _wish(self, run: str, key: str) -> Wanted | None:
         found = await self._writes.hop(self._writes.store.get, key)
@@ -196,14 +212,14 @@ class Collector:
             found = [one for one in txn.attempts.scan() if one.run == run and not one.shared]
         return [
             one
-            for one in found
+            for one in sorted(found, key=lambda one: one.serial)
             if one.opened_epoch is not None
             and not one.state.final
             and not one.complete
             and (one.foreign or one.closed_at is not None)
         ]
 
-    async def _count(self, attempt: AttemptRecord) -> None:
+    async def _read_reports(self, attempt: AttemptRecord) -> None:
         reports = self._reports.setdefault(attempt.attempt, {})
         keys = self._writes.keys
         listing = await self._writes.hop(self._writes.store.list, keys.members(attempt.run, attempt.attempt))
@@ -213,6 +229,9 @@ class Collector:
             if found is not None:
                 reports[member] = decode(found[1], MemberReport, key)
                 self._served.add(reports[member].save)
+
+    async def _judge(self, attempt: AttemptRecord) -> None:
+        reports = self._reports[attempt.attempt]
         reason, waits = verdict(attempt, reports)
         if not reason and not waits:
             await self._complete(attempt, reports)

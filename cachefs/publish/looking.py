@@ -7,6 +7,7 @@ costs nothing. A daemon that is alone in its runs only looks where it has taken 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 
 import structlog
 import trio
@@ -17,22 +18,22 @@ from cachefs.formats.keys import Keys
 from cachefs.journal import Journal
 from cachefs.publish.collecting import Collector
 from cachefs.publish.members import Member
-from cachefs.publish.pace import pace
+from cachefs.publish.pace import LISTS, busy, pace
 from cachefs.publish.settings import Settings
 from cachefs.publish.writes import Writes
 from cachefs.restore.listing import names
 from cachefs.restore.reader import Seen
 from cachefs.store.base import ObjectStore
 
-BUSY = 1.0
-"""Least seconds between two looks at a run with something open."""
-DISCOVER = 60.0
-"""Least seconds between two listings of the runs: a member that has written nothing learns of a run in no other way."""
+DISCOVER = 4.0
+"""Polls between two listings of the runs: a member that has written nothing learns of a run in no other way. A run that
+lies inside one that is known already is found at the next start.
+"""
 _log = structlog.get_logger(__name__)
 
 
-def _runs(store: ObjectStore, keys: Keys) -> list[str]:
-    return list(names(store, keys, wanted=True))
+def _runs(store: ObjectStore, keys: Keys, known: set[str]) -> list[str]:
+    return list(names(store, keys, wanted=True, known=known))
 
 
 class Looking:
@@ -53,6 +54,8 @@ class Looking:
         self._discovered = -float("inf")
         self._at_start: set[str] | None = None
         """The runs at the first listing."""
+        self.first: Callable[[], None] = lambda: None
+        """Called when every run was looked at once."""
         self.problems: dict[str, str] = {}
         """By run: why it could not be looked at last time."""
 
@@ -63,17 +66,20 @@ class Looking:
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Look for ever; errors are kept in `problems` until a look succeeds."""
         task_status.started()
-        members = self._settings.count
+        members, waiting = self._settings.count, True
         while True:
             self._hint = trio.Event()
             await self._discover()
-            busy = self.busy()
+            runs = self.busy()
             if self._idle and members > 1:
                 self._idle.rotate(-1)
-                busy.add(self._idle[-1])
-            for run in sorted(busy):
+                runs.add(self._idle[-1])
+            for run in sorted(runs):
                 await self._look(run)
-            await trio.sleep(clock.jitter(pace(members, BUSY)))
+            if waiting and self._at_start is not None:
+                waiting = False
+                self.first()
+            await trio.sleep(clock.jitter(busy(members, self._settings.poll)))
             if not self.busy():
                 with trio.move_on_after(clock.jitter(pace(members, self._settings.poll))):
                     await self._hint.wait()
@@ -88,10 +94,11 @@ class Looking:
 
     async def _discover(self) -> None:
         members = self._settings.count
-        if members == 1 or trio.current_time() - self._discovered < pace(members, DISCOVER):
+        interval = pace(members, DISCOVER * self._settings.poll, LISTS)
+        if members == 1 or trio.current_time() - self._discovered < interval:
             return
         try:
-            found = await self._writes.hop(_runs, self._writes.store, self._writes.keys)
+            found = await self._writes.hop(_runs, self._writes.store, self._writes.keys, set(self._idle))
         except CachefsError as error:
             self._problem("", error)
             return

@@ -33,6 +33,9 @@ from cachefs.publish.steps import forget_shards, record_published, update
 from cachefs.publish.writes import Conflict, Writes, pin_of
 from cachefs.restore.reader import Seen, read_pointer
 
+WANTED = "waits for an owner of the run to open it"
+REPORTED = "has reported; waits for the owner and other members"
+"""What a save of this member waits for, as the status shows it."""
 _log = structlog.get_logger(__name__)
 
 
@@ -64,13 +67,15 @@ class Member:
         nursery: trio.Nursery,
         *,
         started: int,
+        incarnation: str = "",
         close: Callable[[CloseAsked], None],
         joined: Callable[[], None] = lambda: None,
         confirm: Confirm = sure,
     ) -> None:
         """Shares of restore tests are read in `nursery`. `started` is the serial of the newest save when the daemon
-        started. `close` carries a CloseAsked out; it is asked again at every look until the save is closed. `joined` is
-        called when there may be something to send, `confirm` before damage is reported.
+        started, `incarnation` the id of the daemon, the same in each of its engines (default: a new one). `close`
+        carries a CloseAsked out; it is asked again at every look until the save is closed. `joined` is called when
+        there may be something to send, `confirm` before damage is reported.
         """
         self._journal = journal
         self._writes = writes
@@ -80,45 +85,46 @@ class Member:
         self._close = close
         self._joined = joined
         self._confirm = confirm
-        self._looked: set[str] = set()
-        """The runs that this process has looked at."""
+        self._incarnation = incarnation or clock.new_id()
         self._closes: dict[str, Close] = {}
         """Close records of attempts that this daemon opened."""
         self._seen_open: dict[str, float] = {}
         self._absent_since: dict[str, float] = {}
-        self._alone: dict[str, int] = {}
-        """At how many looks a save found no attempt."""
+        self._alone: dict[str, set[str]] = {}
+        """By run: the saves that found no attempt at the last look."""
+        self._asked: set[str] = set()
+        """The saves for which the owner was asked."""
         self._testing: set[tuple[str, int]] = set()
 
     async def look(self, run: str, *, new: bool = False) -> Seen | None:
         """Look at a run once and do what follows; return its pointer. `new` says that the run did not exist when this
         daemon had begun to look. Raises the store's errors: look again later.
         """
-        if new:
-            self._looked.add(run)
         with self._journal.read() as txn:
             meta = txn.meta.get("meta")
-            looked = (txn.runs.get(run) or RunRecord(run)).looked
-        serial = meta.serial if meta else 0
+            record = txn.runs.get(run) or RunRecord(run)
+        serial, looked = meta.serial if meta else 0, record.looked
+        here = new or record.looked_by == self._incarnation
         seen = await self._writes.hop(read_pointer, self._writes.store, self._writes.keys, run)
         if seen is not None:
-            await self._learn(run, seen)
+            await self._learn(run, seen, here=here)
             await self._hear(run)
             await self._decide(run, looked)
             await self._answer(run)
             await self._test(run, seen)
             await self._conclude(run, seen)
-            self._looked.add(run)
         await self._want(run)
-        if serial != looked:
-            await self._journal.write(lambda txn: _note_look(txn, run, serial))
+        if serial != looked or record.looked_by != self._incarnation:
+            await self._journal.write(lambda txn: _note_look(txn, run, serial, self._incarnation))
         return seen
 
     # what there is
 
     def _shared(self, run: str) -> list[SharedRecord]:
+        """Return the attempts of a run that others opened, the oldest first."""
         with self._journal.read() as txn:
-            return [record for record in txn.shared.scan() if record.run == run]
+            found = [record for record in txn.shared.scan() if record.run == run]
+        return sorted(found, key=lambda record: (record.epoch, record.ordinal))
 
     def _saves(self, run: str) -> list[AttemptRecord]:
         """Return this member's saves of a run, the oldest first."""
@@ -126,8 +132,8 @@ class Member:
             found = [save for save in txn.attempts.scan() if save.run == run and not save.foreign]
         return sorted(found, key=lambda save: save.serial)
 
-    async def _learn(self, run: str, seen: Seen) -> None:
-        """Take up attempts that are new on the list."""
+    async def _learn(self, run: str, seen: Seen, *, here: bool) -> None:
+        """Take up attempts that are new on the list; `here` says that this daemon was there when they came on it."""
         with self._journal.read() as txn:
             known = {record.attempt for record in txn.shared.scan()}
             ours = {save.attempt for save in txn.attempts.scan() if not save.foreign}
@@ -137,7 +143,7 @@ class Member:
             opened = await self._small(self._writes.keys.open(run, entry.attempt), Open)
             if opened is None:
                 raise CorruptError(f"attempt {entry.attempt} of run {run!r} is on the pointer's list without open.json")
-            close = None if run in self._looked else await self._read_close(run, entry.attempt)
+            close = None if here else await self._read_close(run, entry.attempt)
             record = SharedRecord(
                 attempt=entry.attempt,
                 run=run,
@@ -208,7 +214,7 @@ class Member:
         """Decide which saves belong to the attempts that this member has no part in yet (joining.py)."""
         saves, member = self._saves(run), self._settings.member
         offers: dict[str, list[SharedRecord]] = {}
-        for record in sorted(self._shared(run), key=lambda record: (record.epoch, record.ordinal)):
+        for record in self._shared(run):
             if not record.local and record.report is None and not record.refused:
                 offers.setdefault(record.generation, []).append(record)
         for generation, group in offers.items():
@@ -242,9 +248,9 @@ class Member:
         lonely = [save for save in lonely if save.generation not in known]
         if self._settings.owner:
             return  # the publisher opens them
-        self._alone = {save.attempt: self._alone.get(save.attempt, 0) + 1 for save in lonely}
+        before, self._alone[run] = self._alone.get(run, set()), {save.attempt for save in lonely}
         for save in lonely:
-            if self._alone[save.attempt] == 2:
+            if save.attempt in before - self._asked:
                 wanted = Wanted(
                     run=run,
                     generation=save.generation,
@@ -254,11 +260,15 @@ class Member:
                     step=save.step,
                 )
                 await self._writes.create(self._writes.keys.wanted(run, save.attempt), wanted, _equal)
-                await self._journal.write(partial(_wait, save.attempt, "waits for the owner to open an attempt"))
+                self._asked.add(save.attempt)
+                await self._journal.write(partial(_waits, save.attempt, WANTED))
 
     # the answer
 
     async def _answer(self, run: str) -> None:
+        """Report in the order of the attempts: a later one that is complete first would be promoted first, and have
+        this one refused for its older step. One that is closed and not ready holds back those after it.
+        """
         saves = {save.attempt: save for save in self._saves(run)}
         for record in self._shared(run):
             if record.report is not None or not self._expected(record):
@@ -273,6 +283,8 @@ class Member:
                 await self._report(record, save, "")
             elif save is None and self._is_absent(record.attempt):
                 await self._report(record, None, "")
+            elif record.close is not None and (save is None or save.closed_at is not None):
+                break
 
     def _expected(self, record: SharedRecord) -> bool:
         return not record.members or self._settings.member in record.members
@@ -356,9 +368,9 @@ class Member:
             await self._journal.write(lambda txn: forget_shards(txn, run))
 
 
-def _note_look(txn: Txn, run: str, serial: int) -> None:
+def _note_look(txn: Txn, run: str, serial: int, daemon: str) -> None:
     record = txn.runs.get(run) or RunRecord(run)
-    txn.runs.put(run, msgspec.structs.replace(record, looked=serial))
+    txn.runs.put(run, msgspec.structs.replace(record, looked=serial, looked_by=daemon))
 
 
 def _join(decision: Join, txn: Txn) -> None:
@@ -378,16 +390,16 @@ def _join(decision: Join, txn: Txn) -> None:
     )
 
 
-def _wait(save: str, what: str, txn: Txn) -> None:
-    update(txn, save, error=what)
-
-
 def _refuse(decision: Refuse, txn: Txn) -> None:
     record = txn.shared.get(decision.shared)
     if record is not None:
         txn.shared.put(decision.shared, msgspec.structs.replace(record, refused=decision.reason))
     for save in decision.locals:
         update(txn, save, state=State.ABANDONED, error=decision.reason)
+
+
+def _waits(attempt: str, why: str, txn: Txn) -> None:
+    update(txn, attempt, error=why)
 
 
 def _abandon(save: AttemptRecord, reason: str, txn: Txn) -> None:
@@ -397,7 +409,7 @@ def _abandon(save: AttemptRecord, reason: str, txn: Txn) -> None:
 def _answered(txn: Txn, record: SharedRecord) -> None:
     txn.shared.put(record.attempt, record)
     if record.local and not record.refused:
-        update(txn, record.local, report=record.report, error="waits for the other members", retries=0)
+        update(txn, record.local, report=record.report, error=REPORTED, retries=0)
 
 
 def _ended(record: SharedRecord, published: Published | None, reason: str, txn: Txn) -> None:

@@ -167,6 +167,16 @@ def _granted(txn: Txn, run: str, epoch: int, owner: str, incarnation: str) -> No
     txn.runs.put(run, granted)
 
 
+def lift_fences(txn: Txn) -> None:
+    """Forget who has taken runs from this daemon: it was started as a member that owns none, so it has none to lose.
+
+    A fence would keep it from sending what the new owner waits for.
+    """
+    for record in list(txn.runs.scan()):
+        if record.fenced_by:
+            txn.runs.put(record.run, msgspec.structs.replace(record, fenced_by=""))
+
+
 def _fenced(txn: Txn, run: str, by: str, incarnation: str) -> None:
     record = txn.runs.get(run) or RunRecord(run)
     txn.runs.put(run, msgspec.structs.replace(record, fenced_by=by, incarnation=incarnation))

@@ -17,13 +17,13 @@ from cachefs.formats.codec import decode
 from cachefs.formats.manifest import Manifest, MemberTest, Pin, Shard
 from cachefs.publish import sealing
 from cachefs.publish.joining import shares
-from cachefs.publish.pace import pace
+from cachefs.publish.pace import busy, pace
 from cachefs.publish.restoretest import read_back
 from cachefs.publish.settings import Settings
 from cachefs.publish.writes import Writes
 
-PATIENCE = 60.0
-"""Seconds that the owner waits for a member's share at least; and twice as long as its own took."""
+PATIENCE = 4.0
+"""Polls that the owner waits for a member's share at least; and twice as long as its own took."""
 
 
 async def read_share(writes: Writes, manifest: Manifest, settings: Settings, pin: Pin) -> MemberTest:
@@ -54,8 +54,8 @@ async def share_test(writes: Writes, manifest: Manifest, pin: Pin, settings: Set
     began = trio.current_time()
     mine = parts.pop(settings.member, ())
     await _read(writes, manifest, mine, settings)
-    patience = max(PATIENCE, 2 * (trio.current_time() - began))
-    testers = await _answers(writes, manifest, pin, set(parts), patience)
+    patience = max(pace(len(parts), PATIENCE * settings.poll), 2 * (trio.current_time() - began))
+    testers = await _answers(writes, manifest, pin, set(parts), patience=patience, poll=settings.poll)
     for silent in sorted(set(parts) - testers):
         await _read(writes, manifest, parts[silent], settings)
     return sorted(testers | {settings.member})
@@ -66,7 +66,9 @@ async def _read(writes: Writes, manifest: Manifest, shards: Sequence[Shard], set
     await read_back(writes, part, settings.bytes_level, workers=settings.workers, ranges=settings.ranges)
 
 
-async def _answers(writes: Writes, manifest: Manifest, pin: Pin, others: set[str], patience: float) -> set[str]:
+async def _answers(
+    writes: Writes, manifest: Manifest, pin: Pin, others: set[str], *, patience: float, poll: float
+) -> set[str]:
     """Wait for the evidence of other members; return whose came."""
     keys, came = writes.keys, set[str]()
     prefix = keys.tests(manifest.run, manifest.attempt, manifest.epoch)
@@ -87,4 +89,4 @@ async def _answers(writes: Writes, manifest: Manifest, pin: Pin, others: set[str
                 came.add(member)
         if came == others or trio.current_time() >= deadline:
             return came
-        await trio.sleep(clock.jitter(pace(len(others), 1.0)))
+        await trio.sleep(clock.jitter(busy(len(others), poll)))

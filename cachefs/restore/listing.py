@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import msgspec
 
@@ -29,9 +29,12 @@ def runs(store: StoreReads, keys: Keys) -> Iterator[Run]:
         yield _run(store, keys, name)
 
 
-def names(store: StoreReads, keys: Keys, *, wanted: bool = False) -> Iterator[str]:
+def names(
+    store: StoreReads, keys: Keys, *, wanted: bool = False, known: Collection[str] = frozenset()
+) -> Iterator[str]:
     """Iterate over the names of the runs of a store in key order, with `wanted` also of those that a member wants to
-    have opened. Costs one listing per directory of runs.
+    have opened. Costs one listing per directory of runs and one per run; those in `known`, and runs inside them, are
+    left out and cost nothing.
     """
     waiting = [keys.runs()]
     while waiting:
@@ -41,7 +44,8 @@ def names(store: StoreReads, keys: Keys, *, wanted: bool = False) -> Iterator[st
             yield keys.run_of(prefix)
         # These names belong to us, never to a run (formats/keys.py).
         ours = {f"{prefix}{name}/" for name in ("attempts", "leases", "loose", "wanted")}
-        waiting.extend(sorted((below for below in listing.prefixes if below not in ours), reverse=True))
+        below = [one for one in listing.prefixes if one not in ours and keys.run_of(one) not in known]
+        waiting.extend(sorted(below, reverse=True))
 
 
 def _run(store: StoreReads, keys: Keys, name: str) -> Run:

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import trio
 
+from cachefs import clock
 from cachefs.formats.records import AttemptRecord, State
 from cachefs.journal import Journal, Txn
 from cachefs.publish.collecting import Collector
@@ -47,6 +48,9 @@ class Node(Member):
     settings: Settings
     scope: trio.CancelScope | None = None
     dead: trio.Event
+    started: int | None = None
+    """The serial of the newest save when the daemon started; None for now."""
+    incarnation = ""
     deaf = False
     """Ignores what it is asked to close."""
 
@@ -88,13 +92,23 @@ class Node(Member):
         """Be a daemon until killed: what engine.py starts."""
         with self.journal.read() as txn:
             meta = txn.meta.get("meta")
-        started = meta.serial if meta else 0
+        if self.started is None:
+            self.started = meta.serial if meta else 0
+        self.incarnation = self.incarnation or clock.new_id()
         self.dead = trio.Event()
         with trio.CancelScope() as self.scope:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._flush)
                 collector = await self._own(nursery, completeness) if self.settings.owner else None
-                looker = Looker(self.journal, self._writes(), self.settings, nursery, started=started, close=self.asked)
+                looker = Looker(
+                    self.journal,
+                    self._writes(),
+                    self.settings,
+                    nursery,
+                    started=self.started,
+                    incarnation=self.incarnation,
+                    close=self.asked,
+                )
                 looking = Looking(self.journal, self._writes(), self.settings, looker, collector)
                 await nursery.start(looking.run)
                 task_status.started()

@@ -9,14 +9,16 @@ from pathlib import Path
 import pytest
 import trio
 
+from cachefs.errors import DeniedError
 from cachefs.formats.manifest import Shard
 from cachefs.formats.pointer import Pointer
 from cachefs.formats.records import State
 from cachefs.restore.reader import versions
 from cachefs.store.base import ObjectStore
 from tests.conftest import DeclaredWarnings
-from tests.publish.cluster import Cluster
+from tests.publish.cluster import Cluster, Node
 from tests.publish.stage import RUN, memory
+from tests.store.faults import FaultyStore, Rule, ends, lost_request, refused, rules
 
 Clusters = Callable[..., AbstractAsyncContextManager[Cluster]]
 A = {"a.bin": b"of member a, quite long"}
@@ -90,6 +92,24 @@ async def test_a_save_in_which_the_owner_has_no_part(clusters: Clusters, writers
         cluster.nodes["b"].mark(saves["b"])
         await cluster.until_state("step-1", State.PUBLISHED, "a", *writers)
         assert shards(cluster) == {name: name for name in writers}
+
+
+async def test_asking_for_an_attempt_in_one_of_many_runs(
+    clusters: Clusters, declared_warnings: DeclaredWarnings
+) -> None:
+    """Looks at other runs in between, and a store that refuses the first time, change nothing."""
+    declared_warnings("cannot look at what other members do")
+    asked = Rule("put", refused(DeniedError("not yet")), key=lambda key: "/wanted/" in key)
+    async with clusters() as cluster:
+        await cluster.start("a", "b")
+        for number in range(3):
+            cluster.nodes["a"].mark(cluster.nodes["a"].write("step-1", 1, A, run=f"exp/{number}"))
+            await cluster.until_state("step-1", State.PUBLISHED)
+        await cluster.nodes["b"].kill()
+        store = FaultyStore(cluster.store, rules(asked))
+        b = await cluster.add("b", owner=False, names=("a", "b"), count=2, store=store)
+        b.mark(b.write("step-2", 2, B, run="exp/z"))
+        await cluster.until_state("step-2", State.PUBLISHED, "a", "b")
 
 
 async def test_an_owner_that_is_no_member(clusters: Clusters) -> None:
@@ -231,6 +251,51 @@ async def test_an_owner_that_starts_again(clusters: Clusters) -> None:
         assert shards(cluster) == {"a.bin": "a", "b.bin": "b"}
 
 
+async def test_wishes_are_granted_once_by_whatever_owner(clusters: Clusters) -> None:
+    """A member asked while the owner was away, which then opened its own save. An owner that starts again finds the
+    wish of a save that is published since, and opens nothing for it.
+    """
+    async with clusters() as cluster:
+        await cluster.start("a", "b")
+        dead = cluster.nodes["a"]
+        await dead.kill()
+        cluster.nodes["b"].write("step-1", 1, B)
+        wanted = cluster.nodes["b"].keys.wanted(RUN)
+        await cluster.until(lambda: cluster.store.list(wanted).keys, "b has asked")
+        a = cluster.nodes["a"] = Node(cluster.root, cluster.store, name="a")
+        a.settings = dead.settings
+        attempt = a.write("step-1", 1, A)
+        await cluster.nursery.start(a.live)
+        await cluster.until(lambda: cluster.nodes["b"].latest("step-1").shared == attempt, "b has joined a's save")
+        a.mark(attempt)
+        await cluster.until_state("step-1", State.PUBLISHED)
+        before = len(pointers(cluster))
+        a = await cluster.restart("a")
+        saves = cluster.save("step-2", 2, a=A, b=B)
+        a.mark(saves["a"])
+        await cluster.until_state("step-2", State.PUBLISHED)
+        await trio.sleep(100)
+        assert [pointer.kind for pointer in pointers(cluster)[:-before]] == ["promote", "open", "grant"]
+
+
+async def test_saves_are_published_in_their_order(clusters: Clusters) -> None:
+    """A member that was away reports many in a row and is interrupted after the first one: none is overtaken."""
+    interrupted = [Rule("put", lost_request, key=ends("/members/b.json"), nth=nth) for nth in range(2, 10)]
+    async with clusters() as cluster:
+        await cluster.add("a", owner=True, names=("a", "b"), count=2)
+        store = FaultyStore(cluster.store, rules(*interrupted))
+        away = await cluster.add("b", owner=False, names=("a", "b"), count=2, store=store)
+        away.flushes = False
+        for step in range(1, 21):
+            saves = cluster.save(f"step-{step}", step, a=A, b=B)
+            await cluster.until(lambda saves=saves: away.attempt(saves["b"]).shared, "b has joined")
+            cluster.nodes["a"].mark(saves["a"])
+            await cluster.until(lambda saves=saves: away.attempt(saves["b"]).closed_at, "closed")
+        away.flushes = True
+        await cluster.until_state("step-20", State.PUBLISHED)
+        assert cluster.published() == [f"step-{step}" for step in range(1, 21)]
+
+
 # members that come and go
 
 
@@ -241,6 +306,25 @@ async def test_a_member_that_starts_again_goes_on(clusters: Clusters) -> None:
         await cluster.restart("b")
         cluster.nodes["a"].mark(saves["a"])
         await cluster.until_state("step-1", State.PUBLISHED)
+        assert shards(cluster) == {"a.bin": "a", "b.bin": "b"}
+
+
+async def test_the_others_close_while_no_engine_runs(clusters: Clusters) -> None:
+    """The engine of a member dies alone: what was written into its mount meanwhile is known to be this daemon's."""
+    async with clusters() as cluster:
+        await cluster.start("a", "b")
+        saves = cluster.save("step-1", 1, a=A, b=B)
+        cluster.nodes["a"].mark(saves["a"])
+        await cluster.until_state("step-1", State.PUBLISHED)
+        dead = cluster.nodes["b"]
+        await dead.kill()
+        engine = cluster.nodes["b"] = Node(cluster.root, cluster.store, name="b")
+        engine.settings, engine.started, engine.incarnation = dead.settings, dead.started, dead.incarnation
+        saves = cluster.save("step-2", 2, a=A, b=B)
+        cluster.nodes["a"].mark(saves["a"])
+        await cluster.until(lambda: cluster.store.get(engine.keys.close("exp/a", saves["a"])), "closed")
+        await cluster.nursery.start(engine.live)
+        await cluster.until_state("step-2", State.PUBLISHED)
         assert shards(cluster) == {"a.bin": "a", "b.bin": "b"}
 
 

@@ -9,11 +9,12 @@ import pytest
 import trio
 
 from cachefs.errors import CorruptError, FencedError, UnavailableError
+from cachefs.flush.plan import uploads
 from cachefs.formats.codec import encode
 from cachefs.formats.keys import Keys
 from cachefs.formats.records import RunRecord, State
 from cachefs.publish import rules as pointer_rules
-from cachefs.publish.ownership import Ownership
+from cachefs.publish.ownership import Ownership, lift_fences
 from cachefs.publish.rules import effective_state
 from cachefs.restore.reader import read_pointer
 from cachefs.store.base import Condition
@@ -297,3 +298,19 @@ async def test_a_stale_owner_cannot_publish(members: Members, declared_warnings:
     assert member.generations() == ["step-1", "step-2"]
     assert pointer(member).epoch == 3
     member.close()
+
+
+async def test_a_fence_ends_with_the_ownership(members: Members, declared_warnings: DeclaredWarnings) -> None:
+    """An owner that lost a run and was started again as a plain member has nothing to lose: its files are sent."""
+    declared_warnings("run fenced")
+    member = members()
+    first = member.ownership()
+    await first.acquire(RUN)
+    await members(member.inner, name="n2").ownership().acquire(RUN)
+    await first.check(RUN)
+    attempt = member.save("step-1", 1, opened_epoch=2, shared="theirs")
+    assert not uploads(member.attempt(attempt), run_record(member))
+    member.journal.write_now(lift_fences)
+    assert uploads(member.attempt(attempt), run_record(member))
+    assert effective_state(member.attempt(attempt), run_record(member)) is State.STAGED
+    assert run_record(member).epoch == 1  # it still must not fall

@@ -10,10 +10,11 @@ import pytest
 from cachefs.errors import CorruptError, NotFoundError
 from cachefs.formats.manifest import Order
 from cachefs.formats.names import to_text
-from cachefs.restore.listing import runs
+from cachefs.restore.listing import names, runs
 from cachefs.restore.reader import find, history, load_manifest, read_pointer, versions
 from cachefs.store.base import CREATE_ONLY
 from tests.restore.make import KEYS, RUN, memory, move, publish
+from tests.store.faults import FaultyStore
 
 
 def test_history_names_each_generation_once_with_the_write_that_published_it() -> None:
@@ -120,13 +121,26 @@ def test_a_later_object_under_the_manifest_key_changes_nothing() -> None:
 
 def test_runs_are_listed_wherever_they_are() -> None:
     store = memory()
-    names = ["a", "a/b", "exp/attempts", "exp/x y/loose", to_text(b"z%41\xff")]
-    for name, step in zip(names, itertools.count(1), strict=False):
+    given = ["a", "a/b", "exp/attempts", "exp/x y/loose", to_text(b"z%41\xff")]
+    for name, step in zip(given, itertools.count(1), strict=False):
         publish(store, step, run=name)
     store.put(f"{KEYS.runs()}only/loose/log", b"", condition=None)
     store.put(KEYS.pointer("bad"), b"{}", condition=None)
     found = {run.name: run for run in runs(store, KEYS)}
-    assert sorted(found) == sorted([*names, "bad"])
+    assert sorted(found) == sorted([*given, "bad"])
     assert found["bad"].seen is None
     assert "is not a valid Pointer" in found["bad"].error
-    assert all(found[name].seen for name in names)
+    assert all(found[name].seen for name in given)
+
+
+def test_listing_again_costs_what_is_new() -> None:
+    """Known runs are left out; directories that are no runs, and new ones, are listed."""
+    store = FaultyStore(memory())
+    for step in range(1, 101):
+        publish(store, step, run=f"exp/{step}")
+    known = set(names(store, KEYS))
+    assert len(known) == 100
+    publish(store, 101, run="exp/new")
+    store.calls.clear()
+    assert list(names(store, KEYS, known=known)) == ["exp/new"]
+    assert store.operations() == ["list"] * 3
