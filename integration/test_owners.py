@@ -12,6 +12,7 @@ from integration.proxy import Hold
 from integration.world import (
     MIB,
     PART,
+    POINTER,
     World,
     assert_same,
     attempts,
@@ -22,6 +23,7 @@ from integration.world import (
     states,
     status,
     tensors,
+    writes_pointer,
 )
 
 pytestmark = [pytest.mark.mount, pytest.mark.server]
@@ -100,10 +102,10 @@ def test_an_owner_that_slept_through_a_takeover_cannot_promote(world: World) -> 
     train(first, 1)
     await_state(first, "run/step-1")
     promotion = Hold()
-    world.proxy.on("PutObject", promotion, key="/pointer.json$")
+    world.proxy.on("PutObject", promotion, where=writes_pointer("promote"))
     train(first, 2)
     promotion.arrived()
-    held = world.proxy.requests("PutObject", "/pointer.json$")[-1]
+    held = world.proxy.requests("PutObject", POINTER)[-1]
     assert first.process is not None
     first.process.send_signal(signal.SIGSTOP)
     saved = train(second, 3)
@@ -117,7 +119,7 @@ def test_an_owner_that_slept_through_a_takeover_cannot_promote(world: World) -> 
     assert not fenced_by(second)
     line = history(world.bucket, "run")
     assert [(pointer["kind"], pointer["epoch"]) for pointer in line] == [
-        ("grant", 1), ("promote", 1), ("grant", 2), ("promote", 2),
+        ("grant", 1), ("open", 1), ("promote", 1), ("open", 1), ("grant", 2), ("open", 2), ("promote", 2),
     ]  # fmt: skip
     assert first.stop() in (0, 75)
     world.verify(second, "run", saved)
@@ -129,14 +131,15 @@ def test_a_promotion_that_landed_before_the_takeover_is_known_as_published(world
     """
     first, second = world.node("first"), world.node("second")
     promotion = Hold(after=True)
-    world.proxy.on("PutObject", promotion, key="/pointer.json$", skip=1)
+    world.proxy.on("PutObject", promotion, where=writes_pointer("promote"))
     train(first, 1)
     promotion.arrived()
     saved = train(second, 2)
     await_state(second, "run/step-2")
     promotion.release()
     await_state(first, "run/step-1")
-    assert [pointer["kind"] for pointer in history(world.bucket, "run")] == ["grant", "promote", "grant", "promote"]
+    kinds = [pointer["kind"] for pointer in history(world.bucket, "run")]
+    assert kinds == ["grant", "open", "promote"] * 2
     assert first.stop() == 0
     world.verify(second, "run", saved)
 
@@ -145,16 +148,16 @@ def test_two_daemons_that_start_the_same_run_at_once(world: World) -> None:
     """Both want the first epoch: one gets it and the other the next, and exactly one of them stays the owner."""
     nodes = [world.node("first"), world.node("second")]
     grants = Hold()
-    world.proxy.on("PutObject", grants, key="/pointer.json$", times=2)
+    world.proxy.on("PutObject", grants, key=POINTER, times=2)
     for step, one in enumerate(nodes, 1):
         train(one, step)
-    await_condition(lambda: len(world.proxy.requests("PutObject", "/pointer.json$")) == 2, "both ask for the run")
+    await_condition(lambda: len(world.proxy.requests("PutObject", POINTER)) == 2, "both ask for the run")
     grants.release()
     await_condition(lambda: any(fenced_by(one) for one in nodes), "one of them is fenced")
     (owner,) = [one for one in nodes if not fenced_by(one)]
     saved = train(owner, 9)
     await_state(owner, "run/step-9")
-    assert sorted(request.effect or 0 for request in world.proxy.requests("PutObject", "/pointer.json$")[:2]) == [
+    assert sorted(request.effect or 0 for request in world.proxy.requests("PutObject", POINTER)[:2]) == [
         200,
         412,
     ]

@@ -6,7 +6,7 @@ import json
 import os
 import random
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -20,7 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from cachefs import control
 from integration.bucket import Bucket
 from integration.node import Node, await_condition, node
-from integration.proxy import Proxy
+from integration.proxy import Proxy, Request
 from tests.servers import Server
 
 MIB = 1 << 20
@@ -28,6 +28,7 @@ PART = 5 * MIB
 """The part size of all nodes: the least that S3 allows."""
 SHARD = "/shards/"
 """Found in the key of every shard, and of nothing else."""
+POINTER = "/pointer.json$"
 
 
 def tensors(size: int, seed: int | str = 0) -> bytes:
@@ -99,6 +100,13 @@ class World:
         one.wipe_staging()
         assert_same(self.bucket.files(run), saved)
         history(self.bucket, run)
+
+
+def writes_pointer(kind: str) -> Callable[[Request], bool]:
+    """Return the condition that a request writes a pointer of this kind, for Proxy.on."""
+    return lambda request: (
+        request.key.endswith("/pointer.json") and request.method == "PUT" and json.loads(request.body)["kind"] == kind
+    )
 
 
 def assert_same(found: dict[str, bytes], saved: dict[str, bytes]) -> None:
