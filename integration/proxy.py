@@ -78,6 +78,8 @@ class Exchange:
     def __init__(self, handler: _Handler, request: Request) -> None:
         self.request = request
         self._handler = handler
+        # Of this request: the handler goes on to the next one on its connection.
+        self._path, self._headers = handler.path, handler.headers.items()
         self._body = b""
 
     def receive(self, piece: int = 1 << 30, between: Callable[[], None] = lambda: None) -> None:
@@ -105,13 +107,13 @@ class Exchange:
     def _send(self, without: Container[str], body: bytes) -> Answer:
         upstream = urlsplit(self._handler.server.upstream)
         connection = http.client.HTTPConnection(upstream.hostname or "", upstream.port, timeout=PATIENCE)
-        path, _, query = self._handler.path.partition("?")
+        path, _, query = self._path.partition("?")
         query = "&".join(field for field in query.split("&") if field.partition("=")[0] not in without)
         try:
             connection.putrequest(
                 self.request.method, f"{path}?{query}".rstrip("?"), skip_host=True, skip_accept_encoding=True
             )
-            for name, value in self._handler.headers.items():
+            for name, value in self._headers:
                 if name.lower() not in ("connection", "expect") and name.lower() not in without:
                     connection.putheader(name, value)
             connection.endheaders(body)
@@ -220,11 +222,14 @@ def slow(seconds: float, then: Action = passed) -> Action:
 
 
 class Hold:
-    """Holds requests until `release`, then goes on with `then`: before the server has seen them, or after."""
+    """Holds requests until `release`, then goes on with `then`: before the server has seen them, or after. With `lost`
+    the answer is lost in the end.
+    """
 
-    def __init__(self, then: Action = passed, *, after: bool = False) -> None:
+    def __init__(self, then: Action = passed, *, after: bool = False, lost: bool = False) -> None:
         self._then = then
         self._after = after
+        self._lost = lost
         self._arrived = threading.Event()
         self._released = threading.Event()
 
@@ -232,7 +237,7 @@ class Hold:
         if self._after:
             answer = exchange.forward()
             self._wait()
-            exchange.reply(answer)
+            exchange.drop() if self._lost else exchange.reply(answer)
         else:
             self._wait()
             self._then(exchange)

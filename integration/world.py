@@ -153,10 +153,14 @@ def build(server: Server, root: Path) -> Iterator[World]:
 
 
 @pytest.fixture
-def world(moto_server: Server, tmp_path: Path) -> Iterator[World]:
-    """A world on moto."""
-    with build(moto_server, tmp_path) as one:
+def world(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[World]:
+    """A world on moto, or on the server that `on_both` asks for."""
+    with build(request.getfixturevalue(f"{getattr(request, 'param', 'moto')}_server"), tmp_path) as one:
         yield one
+
+
+on_both = pytest.mark.parametrize("world", ["moto", "ministack"], indirect=True)
+"""For tests that are worth their time on both servers, which differ (tests/store/backends.py)."""
 
 
 def status(one: Node) -> dict[str, Any]:
