@@ -100,4 +100,4 @@ def before(act: Callable[[Request], None]) -> Action:
 
 def flip(body: bytes) -> bytes:
     """Change one bit."""
-    return body[:100] + bytes([body[100] ^ 1]) + body[101:]
+    return body[:50] + bytes([body[50] ^ 1]) + body[51:]

@@ -71,6 +71,7 @@ STAGES: dict[str, tuple[str, str, str, int, bool]] = {
     "before the parts are joined": ("staged", "CompleteMultipartUpload", SHARD, 0, False),
     "after the parts are joined": ("staged", "CompleteMultipartUpload", SHARD, 0, True),
     "all is flushed": ("flushed", "PutObject", "/members/", 0, False),
+    "after the report": ("flushed", "PutObject", "/members/", 0, True),
     "before the seal": ("flushed", "PutObject", "/manifest.json$", 0, False),
     "after the seal": ("flushed", "PutObject", "/manifest.json$", 0, True),
     "in the restore test": ("sealed", "GetObject", SHARD, 0, False),

@@ -138,6 +138,7 @@ def test_an_owner_that_slept_through_a_takeover_cannot_promote(world: World, wri
         ("grant", 1), ("open", 1), ("promote", 1), ("open", 1), ("grant", 2), ("open", 2), ("promote", 2),
     ]  # fmt: skip
     assert first.stop() in (0, 75)
+    second.kill()
     world.verify(second, "run", saved)
 
 
