@@ -90,11 +90,11 @@ def versioning(world: World, state: str) -> None:
 
 @on_both
 def test_versions_that_are_suspended_later_stop_publication(world: World) -> None:
-    """Writes give no version id any more: nothing can be pinned, so nothing is published, and the reason is shown; the
-    save before stays readable (race 39).
+    """Writes give no version id any more: nothing can be pinned, so nothing is published, and the reason is shown. With
+    versions again, what was written without is abandoned, and the next save is published (race 39).
     """
     node = world.node()
-    good = save(node.mnt / "run" / "step-1", files(1))
+    save(node.mnt / "run" / "step-1", files(1))
     await_state(node, "run/step-1")
     versioning(world, "Suspended")
     save(node.mnt / "run" / "step-2", files(2))
@@ -102,8 +102,12 @@ def test_versions_that_are_suspended_later_stop_publication(world: World) -> Non
     await_condition(lambda: "versioning" in attempts(node, "run/step-2")[0]["error"], "the reason is shown")
     assert states(node, "run/step-2") == ["staged"]
     assert world.bucket.pointer("run")["published"]["generation"] == "step-1"
-    node.kill()
-    world.verify(node, "run", good)
+    versioning(world, "Enabled")
+    await_state(node, "run/step-2", "abandoned")
+    assert "cannot be pinned" in attempts(node, "run/step-2")[0]["error"]
+    saved = save(node.mnt / "run" / "step-3", files(3))
+    await_state(node, "run/step-3")
+    world.verify(node, "run", saved)
 
 
 def test_a_hidden_pointer_halts_the_run_until_it_is_back(world: World) -> None:
