@@ -29,6 +29,17 @@ def await_condition(holds: Callable[[], Any], what: str, *, timeout: float = PAT
     return value
 
 
+def engine(one: Node) -> int:
+    """Return the pid of a daemon's engine, 0 while there is none."""
+    assert one.process is not None
+    tasks = Path(f"/proc/{one.process.pid}/task").iterdir()
+    children = [pid for task in tasks for pid in (task / "children").read_text().split()]
+    for pid in children:
+        if b"cachefs.engine" in Path(f"/proc/{pid}/cmdline").read_bytes():
+            return int(pid)
+    return 0
+
+
 class Node:
     """A daemon that can be started, killed and started again on the same staging."""
 

@@ -17,7 +17,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -25,6 +25,8 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 
 PATIENCE = 60.0
 """Seconds a test waits for a request to arrive, and a held request for its release."""
+KEPT = 64 << 10
+"""Bodies up to this many bytes stay in the log."""
 _HOP_BY_HOP = {"connection", "transfer-encoding", "content-length", "keep-alive", "date", "server"}
 _BY_QUERY = {
     ("POST", "uploads"): "CreateMultipartUpload",
@@ -51,7 +53,9 @@ class Answer:
 
 @dataclass(eq=False)
 class Request:
-    """One request, without its body. `effect` is what the server answered; None: it has not seen the request (yet)."""
+    """One request; `body` is there when it is small. `effect` is what the server answered; None: it has not seen the
+    request (yet).
+    """
 
     method: str
     operation: str
@@ -61,6 +65,7 @@ class Request:
     size: int
     client: str = ""
     effect: int | None = None
+    body: bytes = b""
 
     @property
     def part(self) -> int:
@@ -71,42 +76,64 @@ class Request:
 class Exchange:
     """A request in the hands of an action."""
 
-    def __init__(self, handler: _Handler, request: Request, body: bytes) -> None:
+    def __init__(self, handler: _Handler, request: Request) -> None:
         self.request = request
         self._handler = handler
-        self._body = body
+        # Of this request: the handler goes on to the next one on its connection.
+        self._path, self._headers = handler.path, handler.headers.items()
+        self._body = b""
 
-    def forward(self) -> Answer:
-        """Let the server have the request; return its answer. Conditional ones go one at a time: moto checks the
-        condition and writes in two steps, and once in a while lets two creates win.
+    def receive(self, piece: int = 1 << 30, between: Callable[[], None] = lambda: None) -> None:
+        """Take the body from the client, `piece` bytes at a time. Done before an action is called that has no
+        `receives`, since nothing can be forwarded or answered earlier.
+        """
+        pieces: list[bytes] = []
+        while (left := self.request.size - sum(map(len, pieces))) > 0:
+            pieces.append(self._handler.rfile.read(min(piece, left)))
+            between()
+        self._body = b"".join(pieces)
+        self.request.body = self._body if len(self._body) <= KEPT else b""
+
+    def forward(self, *, without: Container[str] = (), change: Callable[[bytes], bytes] = bytes) -> Answer:
+        """Let the server have the request, `without` these headers and parameters and with its body changed; return the
+        answer. Conditional ones go one at a time: moto checks the condition and writes in two steps, and once in a
+        while lets two creates win.
         """
         conditional = self.request.headers.keys() & {"if-match", "if-none-match"}
         with self._handler.server.conditional if conditional else nullcontext():
-            return self._forward()
+            answer = self._send(without, change(self._body))
+        self.request.effect = answer.status
+        return answer
 
-    def strip(self, *headers: str) -> None:
-        """Take headers off the request."""
-        for name in headers:
-            del self._handler.headers[name]
-
-    def _forward(self) -> Answer:
+    def _send(self, without: Container[str], body: bytes) -> Answer:
         upstream = urlsplit(self._handler.server.upstream)
         connection = http.client.HTTPConnection(upstream.hostname or "", upstream.port, timeout=PATIENCE)
+        path, _, query = self._path.partition("?")
+        query = "&".join(field for field in query.split("&") if field.partition("=")[0] not in without)
         try:
-            connection.putrequest(self.request.method, self._handler.path, skip_host=True, skip_accept_encoding=True)
-            for name, value in self._handler.headers.items():
-                if name.lower() not in ("connection", "expect"):
+            connection.putrequest(
+                self.request.method, f"{path}?{query}".rstrip("?"), skip_host=True, skip_accept_encoding=True
+            )
+            for name, value in self._headers:
+                if name.lower() not in ("connection", "expect") and name.lower() not in without:
                     connection.putheader(name, value)
-            connection.endheaders(self._body)
+            connection.endheaders(body)
             answer = connection.getresponse()
-            body = answer.read()
-            self.request.effect = answer.status
-            return Answer(answer.status, body, dict(answer.getheaders()))
+            return Answer(answer.status, answer.read(), dict(answer.getheaders()))
         finally:
             connection.close()
 
-    def reply(self, answer: Answer, *, cut: int | None = None) -> None:
-        """Answer the client; with `cut` only that many bytes of the body come, and then the connection ends."""
+    def reply(
+        self,
+        answer: Answer,
+        *,
+        cut: int | None = None,
+        piece: int = 1 << 30,
+        between: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Answer the client, `piece` bytes at a time; with `cut` only that many bytes of the body come, and then the
+        connection ends.
+        """
         handler, length = self._handler, str(len(answer.body))
         handler.send_response_only(answer.status)
         for name, value in answer.headers.items():
@@ -117,7 +144,10 @@ class Exchange:
         handler.send_header("Content-Length", length)
         handler.end_headers()
         if self.request.method != "HEAD":
-            handler.wfile.write(answer.body[:cut])
+            body = answer.body[:cut]
+            for at in range(0, len(body), piece):
+                handler.wfile.write(body[at : at + piece])
+                between()
         if cut is not None:
             self.drop()
 
@@ -192,22 +222,15 @@ def slow(seconds: float, then: Action = passed) -> Action:
     return wait
 
 
-def stripped(*headers: str) -> Action:
-    """The server sees the request without these headers, as one that ignores them would."""
-
-    def strip(exchange: Exchange) -> None:
-        exchange.strip(*headers)
-        passed(exchange)
-
-    return strip
-
-
 class Hold:
-    """Holds requests until `release`, then goes on with `then`: before the server has seen them, or after."""
+    """Holds requests until `release`, then goes on with `then`: before the server has seen them, or after. With `lost`
+    the answer is lost in the end.
+    """
 
-    def __init__(self, then: Action = passed, *, after: bool = False) -> None:
+    def __init__(self, then: Action = passed, *, after: bool = False, lost: bool = False) -> None:
         self._then = then
         self._after = after
+        self._lost = lost
         self._arrived = threading.Event()
         self._released = threading.Event()
 
@@ -215,7 +238,7 @@ class Hold:
         if self._after:
             answer = exchange.forward()
             self._wait()
-            exchange.reply(answer)
+            exchange.drop() if self._lost else exchange.reply(answer)
         else:
             self._wait()
             self._then(exchange)
@@ -327,10 +350,20 @@ class Proxy:
             self._log.clear()
 
     def _act(self, exchange: Exchange) -> None:
-        with self._lock:
-            self._log.append(exchange.request)
-            action = next((rule.action for rule in reversed(self._rules) if rule.takes(exchange.request)), passed)
+        # Whoever wants to take the body itself must be found before it has come; all others may look at it.
+        action = self._find(exchange.request, receives=True)
+        if action is None:
+            exchange.receive()
+            action = self._find(exchange.request, receives=False) or passed
         action(exchange)
+
+    def _find(self, request: Request, *, receives: bool) -> Action | None:
+        with self._lock:
+            rules = [rule for rule in reversed(self._rules) if hasattr(rule.action, "receives") == receives]
+            action = next((rule.action for rule in rules if rule.takes(request)), None)
+            if action is not None or not receives:
+                self._log.append(request)
+            return action
 
 
 class _Server(ThreadingHTTPServer):
@@ -354,9 +387,8 @@ class _Handler(BaseHTTPRequestHandler):
     disable_nagle_algorithm = True
 
     def _serve(self) -> None:
-        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         try:
-            self.server.act(Exchange(self, self._request(len(body)), body))
+            self.server.act(Exchange(self, self._request(int(self.headers.get("Content-Length", 0)))))
         except OSError:  # the client has gone, or the server: both end the connection
             self.close_connection = True
 

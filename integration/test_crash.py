@@ -25,6 +25,7 @@ from integration.proxy import Hold, Request, reset
 from integration.world import (
     MIB,
     PART,
+    POINTER,
     SHARD,
     World,
     assert_same,
@@ -70,11 +71,12 @@ STAGES: dict[str, tuple[str, str, str, int, bool]] = {
     "before the parts are joined": ("staged", "CompleteMultipartUpload", SHARD, 0, False),
     "after the parts are joined": ("staged", "CompleteMultipartUpload", SHARD, 0, True),
     "all is flushed": ("flushed", "PutObject", "/members/", 0, False),
+    "after the report": ("flushed", "PutObject", "/members/", 0, True),
     "before the seal": ("flushed", "PutObject", "/manifest.json$", 0, False),
     "after the seal": ("flushed", "PutObject", "/manifest.json$", 0, True),
     "in the restore test": ("sealed", "GetObject", SHARD, 0, False),
-    "after the test": ("tested", "PutObject", "/pointer.json$", 1, False),
-    "after the promotion": ("tested", "PutObject", "/pointer.json$", 1, True),
+    "after the test": ("tested", "PutObject", POINTER, 2, False),
+    "after the promotion": ("tested", "PutObject", POINTER, 2, True),
 }
 """The state that the journal must show, the request that is held, how many like it go before, and whether it is held
 after its effect.
@@ -89,7 +91,7 @@ def test_killed_on_the_way_to_the_pointer(world: World, stage: str) -> None:
     state, operation, key, skip, after = STAGES[stage]
     one = world.node()
     hold = Hold(after=after)
-    # The grant comes before the promotion, and is a pointer too.
+    # The grant and the announcement come before the promotion, and are pointers too.
     world.proxy.on(operation, hold, key=key, skip=skip)
     saved = save(one.mnt / "run" / "step-1", FILES)
     hold.arrived()

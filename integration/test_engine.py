@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from integration.node import Node, await_condition, node
+from integration.node import Node, await_condition, engine, node
 
 pytestmark = pytest.mark.mount
 
@@ -18,17 +18,6 @@ def mounted(tmp_path):
     (tmp_path / "store").mkdir()
     with node(tmp_path / "node", f"file://{tmp_path / 'store'}", options=("--part-size", "5MiB")) as one:
         yield one
-
-
-def engine(one: Node) -> int:
-    """Return the pid of a daemon's engine, 0 while there is none."""
-    assert one.process is not None
-    tasks = Path(f"/proc/{one.process.pid}/task").iterdir()
-    children = [pid for task in tasks for pid in (task / "children").read_text().split()]
-    for pid in children:
-        if b"cachefs.engine" in Path(f"/proc/{pid}/cmdline").read_bytes():
-            return int(pid)
-    return 0
 
 
 def alive(pid: int) -> bool:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 
 import pytest
 
-from integration.node import Node, await_condition
+from integration.node import Node, await_condition, engine
 from integration.proxy import Hold
 from integration.world import (
     MIB,
     PART,
+    POINTER,
     World,
     assert_same,
     attempts,
@@ -22,6 +24,7 @@ from integration.world import (
     states,
     status,
     tensors,
+    writes_pointer,
 )
 
 pytestmark = [pytest.mark.mount, pytest.mark.server]
@@ -92,51 +95,69 @@ def save_of(one: Node, step: int) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in directory.iterdir()}
 
 
-def test_an_owner_that_slept_through_a_takeover_cannot_promote(world: World) -> None:
-    """The owner is stopped while its promotion is on the wire; another publishes; the owner wakes up and its request
-    arrives: it must not win, and the owner learns that it is fenced.
+@pytest.mark.parametrize("written", [True, False], ids=["on the wire", "not yet written"])
+def test_an_owner_that_slept_through_a_takeover_cannot_promote(world: World, written: bool) -> None:
+    """The owner is stopped when it has read the pointer and found that it may promote, before its request is sent or
+    while it is on the wire. Another one publishes; the owner wakes up and its request arrives: it must not win, and the
+    owner learns that it is fenced (race 2).
     """
-    first, second = world.node("first"), world.node("second")
+    # Only the promotion looks at the pointer here, so that is what is held.
+    first, second = world.node("first", "--pointer-poll", "3600"), world.node("second")
     train(first, 1)
     await_state(first, "run/step-1")
-    promotion = Hold()
-    world.proxy.on("PutObject", promotion, key="/pointer.json$")
-    train(first, 2)
+    if written:
+        promotion = Hold()
+        world.proxy.on("PutObject", promotion, where=writes_pointer("promote"))
+        train(first, 2)
+    else:
+        tested, promotion = Hold(), Hold(after=True)
+        world.proxy.on("PutObject", tested, key="/test.json$")
+        train(first, 2)
+        tested.arrived()
+        world.proxy.on("GetObject", promotion, key=POINTER)
+        tested.release()
     promotion.arrived()
-    held = world.proxy.requests("PutObject", "/pointer.json$")[-1]
     assert first.process is not None
-    first.process.send_signal(signal.SIGSTOP)
+    stopped = (first.process.pid, engine(first))
+    for pid in stopped:
+        os.kill(pid, signal.SIGSTOP)
     saved = train(second, 3)
     await_state(second, "run/step-3")
     promotion.release()
-    first.process.send_signal(signal.SIGCONT)
+    for pid in stopped:
+        os.kill(pid, signal.SIGCONT)
     await_state(first, "run/step-2", "fenced")
-    await_condition(lambda: held.effect is not None, "the late request has reached the store")
-    assert held.effect == 412
+    promotions = [one for one in world.proxy.requests("PutObject", POINTER) if writes_pointer("promote")(one)]
+    (late,) = [one for one in promotions if json.loads(one.body)["published"]["generation"] == "step-2"]
+    await_condition(lambda: late.effect is not None, "the late request has reached the store")
+    assert late.effect == 412
     assert "second" in fenced_by(first)
     assert not fenced_by(second)
     line = history(world.bucket, "run")
     assert [(pointer["kind"], pointer["epoch"]) for pointer in line] == [
-        ("grant", 1), ("promote", 1), ("grant", 2), ("promote", 2),
+        ("grant", 1), ("open", 1), ("promote", 1), ("open", 1), ("grant", 2), ("open", 2), ("promote", 2),
     ]  # fmt: skip
     assert first.stop() in (0, 75)
+    second.kill()
     world.verify(second, "run", saved)
 
 
-def test_a_promotion_that_landed_before_the_takeover_is_known_as_published(world: World) -> None:
-    """The answer to a promotion is late, and another daemon has taken the run since: the save was published all the
-    same, and its owner says so.
+@pytest.mark.parametrize("lost", [False, True], ids=["late", "lost"])
+def test_a_promotion_that_landed_before_the_takeover_is_known_as_published(world: World, lost: bool) -> None:
+    """The answer to a promotion is late or never comes, and another daemon has taken the run since: the save was
+    published all the same, and its owner says so (race 5).
     """
     first, second = world.node("first"), world.node("second")
-    promotion = Hold(after=True)
-    world.proxy.on("PutObject", promotion, key="/pointer.json$", skip=1)
+    promotion = Hold(after=True, lost=lost)
+    world.proxy.on("PutObject", promotion, where=writes_pointer("promote"))
     train(first, 1)
     promotion.arrived()
     saved = train(second, 2)
     await_state(second, "run/step-2")
     promotion.release()
     await_state(first, "run/step-1")
-    assert [pointer["kind"] for pointer in history(world.bucket, "run")] == ["grant", "promote", "grant", "promote"]
+    kinds = [pointer["kind"] for pointer in history(world.bucket, "run")]
+    assert kinds == ["grant", "open", "promote"] * 2
     assert first.stop() == 0
     world.verify(second, "run", saved)
 
@@ -145,16 +166,16 @@ def test_two_daemons_that_start_the_same_run_at_once(world: World) -> None:
     """Both want the first epoch: one gets it and the other the next, and exactly one of them stays the owner."""
     nodes = [world.node("first"), world.node("second")]
     grants = Hold()
-    world.proxy.on("PutObject", grants, key="/pointer.json$", times=2)
+    world.proxy.on("PutObject", grants, key=POINTER, times=2)
     for step, one in enumerate(nodes, 1):
         train(one, step)
-    await_condition(lambda: len(world.proxy.requests("PutObject", "/pointer.json$")) == 2, "both ask for the run")
+    await_condition(lambda: len(world.proxy.requests("PutObject", POINTER)) == 2, "both ask for the run")
     grants.release()
     await_condition(lambda: any(fenced_by(one) for one in nodes), "one of them is fenced")
     (owner,) = [one for one in nodes if not fenced_by(one)]
     saved = train(owner, 9)
     await_state(owner, "run/step-9")
-    assert sorted(request.effect or 0 for request in world.proxy.requests("PutObject", "/pointer.json$")[:2]) == [
+    assert sorted(request.effect or 0 for request in world.proxy.requests("PutObject", POINTER)[:2]) == [
         200,
         412,
     ]
@@ -162,3 +183,38 @@ def test_two_daemons_that_start_the_same_run_at_once(world: World) -> None:
         if one is not owner:
             assert one.stop() in (0, 75)
     world.verify(owner, "run", saved)
+
+
+def test_the_promotion_of_a_dead_owner_arrives_after_its_successors(world: World) -> None:
+    """An owner dies with its promotion on the wire. Another takes over and publishes a newer step, and then the old
+    request arrives: refused. The dead one comes back under a third epoch: its older step is superseded, not published
+    over the newer one, and its next save is published (races 2, 6, 10, 11).
+    """
+    first, second = world.node("first"), world.node("second")
+    promotion = Hold()
+    world.proxy.on("PutObject", promotion, where=writes_pointer("promote"))
+    train(first, 2)
+    promotion.arrived()
+    (held,) = [one for one in world.proxy.requests("PutObject", POINTER) if writes_pointer("promote")(one)]
+    first.kill()
+    train(second, 9)
+    await_state(second, "run/step-9")
+    promotion.release()
+    await_condition(lambda: held.effect is not None, "the old promotion has reached the store")
+    assert held.effect == 412
+    assert world.bucket.pointer("run")["published"]["generation"] == "step-9"
+    first.start()
+    await_state(first, "run/step-2", "abandoned")
+    (seen,) = attempts(first, "run/step-2")
+    assert "step 2 is not newer than the published step 9" in seen["error"]
+    saved = train(first, 10)
+    await_state(first, "run/step-10")
+    line = history(world.bucket, "run")
+    assert [pointer["epoch"] for pointer in line if pointer["kind"] == "grant"] == [1, 2, 3]
+    assert len({pointer["owner"] for pointer in line}) == 3
+    assert [pointer["published"]["generation"] for pointer in line if pointer["kind"] == "promote"] == [
+        "step-9",
+        "step-10",
+    ]
+    assert second.stop() in (0, 75)
+    world.verify(first, "run", saved)

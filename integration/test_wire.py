@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from integration.faults import Trickle, flip
 from integration.node import await_condition
 from integration.proxy import Action, Hold, altered, answered, cut, lose_answer, lose_request, refused, reset
 from integration.world import (
@@ -22,6 +23,7 @@ from integration.world import (
     status,
     tensors,
     write,
+    writes_pointer,
 )
 
 pytestmark = [pytest.mark.mount, pytest.mark.server]
@@ -105,9 +107,10 @@ HARMS: dict[str, Action] = {
     "answer lost": lose_answer,
     "request lost": lose_request,
     "409": refused(409, "ConditionalRequestConflict"),
+    "clock skew": refused(403, "RequestTimeTooSkewed"),
     "500 after the effect": lambda exchange: (exchange.forward(), refused(500, "InternalError")(exchange))[1],
 }
-CONDITIONAL = (SHARD, "/open.json", "/close.json", "/members/", "/manifest.json", "/test.json", "/pointer.json$")
+CONDITIONAL = (SHARD, "/open.json", "/close.json", "/members/", "/manifest.json", "/test.json")
 
 
 @pytest.mark.parametrize("harm", HARMS)
@@ -117,7 +120,9 @@ def test_every_conditional_write_survives_an_unclear_answer(world: World, harm: 
     """
     node = world.node()
     rules = [world.proxy.on("PutObject", HARMS[harm], key=key) for key in CONDITIONAL]
-    rules.append(world.proxy.on("PutObject", HARMS[harm], key="/pointer.json$", skip=1))
+    rules += [
+        world.proxy.on("PutObject", HARMS[harm], where=writes_pointer(kind)) for kind in ("grant", "open", "promote")
+    ]
     rules.append(world.proxy.on("CompleteMultipartUpload", HARMS[harm]))
     saved = save(
         node.mnt / "run" / "step-1", {"model-1.safetensors": tensors(PART + MIB), "model-2.safetensors": tensors(9)}
@@ -134,7 +139,7 @@ def test_every_conditional_write_survives_an_unclear_answer(world: World, harm: 
         (2, True) if harm == "409" else (1, False)
     )
     assert not world.bucket.client.list_multipart_uploads(Bucket=world.bucket.bucket).get("Uploads")
-    assert [pointer["kind"] for pointer in history(world.bucket, "run")] == ["grant", "promote"]
+    assert [pointer["kind"] for pointer in history(world.bucket, "run")] == ["grant", "open", "promote"]
     world.verify(node, "run", saved)
 
 
@@ -157,9 +162,48 @@ def test_a_storm_on_one_run_stops_no_other(world: World) -> None:
     assert_same(world.bucket.files("calm"), calm)
 
 
-def flip(body: bytes) -> bytes:
-    """Change one bit."""
-    return body[:100] + bytes([body[100] ^ 1]) + body[101:]
+def test_a_storm_keeps_the_order_of_the_saves_and_kills_none(world: World) -> None:
+    """503 for every part, and for every conditional write, of two saves: both are published, in their order, and each
+    conditional request was repeated only after a look at what became of it (race 28).
+    """
+    node = world.node()
+    parts = world.proxy.on("UploadPart", refused(503, "SlowDown"), times=None)
+    saves = {
+        step: save(node.mnt / "run" / f"step-{step}", {"m.safetensors": tensors(PART + MIB, step)}) for step in (1, 2)
+    }
+    await_condition(lambda: parts.met > 2, "parts are refused")
+    writes = world.proxy.on("PutObject", refused(503, "SlowDown"), key="/(members|manifest)", times=2)
+    parts.end()
+    for step in saves:
+        await_state(node, f"run/step-{step}")
+    assert writes.met == 2
+    assert [states(node, f"run/step-{step}") for step in saves] == [["published"]] * 2
+    line = history(world.bucket, "run")
+    assert [one["published"]["generation"] for one in line if one["kind"] == "promote"] == ["step-1", "step-2"]
+    asked = world.proxy.requests("", "/(members|manifest)")
+    for at, request in enumerate(asked[:-1]):
+        if request.method == "PUT" and request.effect is None:
+            assert (asked[at + 1].method, asked[at + 1].key) == ("HEAD", request.key)
+    assert_written_once(world)
+    world.verify(node, "run", saves[2])
+
+
+def test_a_slow_link_delays_its_own_run_only(world: World) -> None:
+    """Bytes trickle, up and down, for one run: nothing of it is sent twice, and another run publishes meanwhile."""
+    node = world.node()
+    link = Trickle()
+    world.proxy.on("", link, key="/runs/slow/", times=None)
+    saved = {"m.safetensors": tensors(2 * PART + MIB)}
+    write(node.mnt / "slow" / "m.safetensors", saved["m.safetensors"])
+    await_condition(lambda: link.moved > 20, "bytes trickle")
+    for number in range(3):
+        write(node.mnt / "fast" / "m.safetensors", tensors(9, number))
+        await_state(node, "fast/m.safetensors")
+    assert states(node, "slow/m.safetensors") == ["staged"]
+    link.release()
+    await_state(node, "slow/m.safetensors")
+    assert sorted(request.part for request in world.proxy.requests("UploadPart", "/runs/slow/")) == [1, 2, 3]
+    world.verify(node, "slow", saved)
 
 
 @pytest.mark.parametrize("damage", [flip, lambda body: bytes(len(body))], ids=["one bit", "a part of zeros"])
@@ -219,7 +263,8 @@ def test_an_outage_leaves_no_trace(world: World) -> None:
             log.write(b"saved\n")
             log.flush()
         await_condition(lambda: away.met > 5, "the store is missed")
-        assert [states(node, f"run/step-{step}") for step in (1, 2, 3)] == [["staged"]] * 3
+        for step in (1, 2, 3):
+            await_state(node, f"run/step-{step}", "staged")
         away.end()
         log.write(b"the store is back\n")
     assert (node.mnt / "run" / "log").read_bytes() == b"saved\n" * 3 + b"the store is back\n"

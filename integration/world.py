@@ -6,7 +6,7 @@ import json
 import os
 import random
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from itertools import pairwise
@@ -22,7 +22,7 @@ from cachefs import control
 from integration.bucket import Bucket
 from integration.machines import Machine, Switch
 from integration.node import Node, await_condition
-from integration.proxy import Proxy
+from integration.proxy import Proxy, Request
 from tests.servers import Server
 
 MIB = 1 << 20
@@ -32,6 +32,7 @@ QUICK = ("--pointer-poll", "0.2", "--member-settle", "0.5", "--early-upload-dela
 """Options of members that wait for each other as little as they can."""
 SHARD = "/shards/"
 """Found in the key of every shard, and of nothing else."""
+POINTER = "/pointer.json$"
 
 
 def tensors(size: int, seed: int | str = 0) -> bytes:
@@ -137,6 +138,13 @@ def contents(directory: Path) -> dict[str, bytes]:
     return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
 
 
+def writes_pointer(kind: str) -> Callable[[Request], bool]:
+    """Return the condition that a request writes a pointer of this kind, for Proxy.on."""
+    return lambda request: (
+        request.key.endswith("/pointer.json") and request.method == "PUT" and json.loads(request.body)["kind"] == kind
+    )
+
+
 def assert_same(found: dict[str, bytes], saved: dict[str, bytes]) -> None:
     """Compare two sets of files, without printing them."""
     assert sorted(found) == sorted(saved)
@@ -181,10 +189,14 @@ def build(server: Server, root: Path) -> Iterator[World]:
 
 
 @pytest.fixture
-def world(moto_server: Server, tmp_path: Path) -> Iterator[World]:
-    """A world on moto."""
-    with build(moto_server, tmp_path) as one:
+def world(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[World]:
+    """A world on moto, or on the server that `on_both` asks for."""
+    with build(request.getfixturevalue(f"{getattr(request, 'param', 'moto')}_server"), tmp_path) as one:
         yield one
+
+
+on_both = pytest.mark.parametrize("world", ["moto", "ministack"], indirect=True)
+"""For tests that are worth their time on both servers, which differ (tests/store/backends.py)."""
 
 
 def status(one: Node) -> dict[str, Any]:

@@ -201,6 +201,8 @@ class Upload:
                     )
             except (UnavailableError, BadPart) as error:
                 await self._failed(error)
+                if isinstance(error, UnavailableError) and error.reason == "5xx" and (gone := await self._gone()):
+                    raise gone from error
             else:
                 doors.lanes.succeeded(self.run)
                 await self._acknowledged(PartRecord(part.number, record.upload_id, etag, digest))
@@ -226,7 +228,7 @@ class Upload:
                 return info
 
     async def _gone(self) -> NoSuchUpload | None:
-        """Return what the store says of an upload that it does not know; to complete one, some stores answer 500."""
+        """Return what the store says of an upload that it does not know; to more parts or its end some answer 500."""
         try:
             await self._list()
         except NoSuchUpload as error:

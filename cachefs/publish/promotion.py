@@ -11,11 +11,11 @@ from collections.abc import Callable, Collection
 import msgspec
 
 from cachefs import clock
-from cachefs.errors import ConditionFailed
+from cachefs.errors import ConditionFailed, UnavailableError
 from cachefs.formats.pointer import OpenAttempt, Published
 from cachefs.formats.records import RunRecord
 from cachefs.publish import rules
-from cachefs.publish.rules import Already, Cas, Refused
+from cachefs.publish.rules import Already, Cas, NotOpen, Refused
 from cachefs.publish.writes import Writes
 from cachefs.restore.reader import Seen, read_version
 
@@ -88,8 +88,9 @@ async def promote(
 ) -> Published | Refused:
     """Make the run's pointer name `candidate`; returns what it named, read back (I17), or why it never will.
 
-    Raises FencedError when the run belongs to another epoch, CorruptError when the pointer is gone. Repeating it is
-    harmless: an attempt that is published already is a success.
+    Raises FencedError when the run belongs to another epoch, CorruptError when the pointer is gone, and
+    UnavailableError when a version was read from before the attempt was announced (race 14). Repeating it is harmless:
+    an attempt that is published already is a success.
     """
     while True:
         seen = await _seen(writes, run)
@@ -105,10 +106,26 @@ async def promote(
         if isinstance(ours, Already):
             return ours.published
         if isinstance(ours, Refused):
-            return await published_since(writes, run, seen, candidate.attempt, sealed_epoch) or ours
+            if published := await published_since(writes, run, seen, candidate.attempt, sealed_epoch):
+                return published
+            if isinstance(ours, NotOpen) and not await _was_listed(writes, run, seen, candidate):
+                raise UnavailableError(f"the pointer of run {run!r} reads older than it is", reason="stale")
+            return ours
         swap = await writes.swap(run, ours)
         if swap.outcome in (Cas.LANDED, Cas.SUPERSEDED):
             return candidate
+
+
+async def _was_listed(writes: Writes, run: str, seen: Seen, candidate: Published) -> bool:
+    """Return whether a version since the epoch that opened an attempt lists it, or versions of that time are gone."""
+    at: Seen | None = seen
+    while at is not None and at.pointer.epoch >= candidate.order.epoch:
+        if any(entry.attempt == candidate.attempt for entry in at.pointer.open):
+            return True
+        if at.pointer.prev is None:
+            return False
+        at = await writes.read(read_version, writes.store, writes.keys, run, at.pointer.prev)
+    return at is None
 
 
 async def published_since(writes: Writes, run: str, seen: Seen, attempt: str, epoch: int) -> Published | None:

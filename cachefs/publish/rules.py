@@ -32,6 +32,12 @@ class Refused(msgspec.Struct, frozen=True):
     reason: str
 
 
+class NotOpen(Refused, frozen=True):
+    """Refused because the pointer does not list the attempt. That is final only where an earlier version lists it: a
+    read may come from a replica that has not got the announcement yet.
+    """
+
+
 def grant(run: str, current: Seen | None, *, owner: str, nonce: str, at: str) -> Pointer:
     """Return the pointer that gives the run to `owner` under the next epoch; what is published stays."""
     if current is None:
@@ -103,7 +109,7 @@ def promote(
         )
     left = tuple(entry for entry in old.open if entry.attempt != candidate.attempt)
     if left == old.open:
-        return Refused(f"attempt {candidate.attempt} is not open any more: it was ended by a rollback or by its owner")
+        return NotOpen(f"attempt {candidate.attempt} is not open any more: it was ended by a rollback or by its owner")
     return _next(current, "promote", nonce, at, published=candidate, open=left)
 
 

@@ -264,7 +264,7 @@ class S3Store:
             raise CorruptError(f"{key}: asked for version {version_id}, the answer is version {given}")
         return ObjectInfo(
             key=key,
-            version_id=version_id or self._version_id(answer),
+            version_id=version_id or self._current_version(key, answer),
             etag=field(answer, "ETag", "GetObject"),
             size=int(field(answer, "ContentLength", "GetObject")),
             metadata={name.lower(): value for name, value in answer.get("Metadata", {}).items()},
@@ -275,6 +275,20 @@ class S3Store:
         meta = {name.lower(): value for name, value in metadata.items()}
         etag = field(answer, "ETag", "write")
         return ObjectInfo(key, self._version_id(answer), etag, size, meta, checksum(answer))
+
+    def _current_version(self, key: str, answer: Mapping[str, Any]) -> str:
+        """Return the version id of the current object. Raises ProbeError while the bucket keeps no versions, and
+        CorruptError when it does again: this object will never have one.
+        """
+        try:
+            return self._version_id(answer)
+        except ProbeError as error:
+            if not self.versioning():
+                raise
+            raise CorruptError(
+                f"{key} was written while the bucket kept no versions: it cannot be pinned",
+                hint="to bring back the version before it, delete this one by its version id, which is null",
+            ) from error
 
     def _version_id(self, answer: Mapping[str, Any]) -> str:
         version_id = answer.get("VersionId")

@@ -233,6 +233,26 @@ async def test_a_store_that_answers_500_for_an_upload_that_is_gone(autojump_cloc
     assert world.count("create_multipart") == 2
 
 
+async def test_a_store_that_answers_500_for_parts_of_an_upload_that_is_gone(autojump_clock, world: World):
+    """moto 5.2 does, for ever: the part is not to be tried for ever."""
+    world.save("a", {"f": content(3 * PART)})
+    first: list[str] = []
+
+    def plan(call: Call):
+        if call.operation != "upload_part":
+            return None
+        if not first:
+            first.extend(upload.upload_id for upload in world.memory.list_multiparts(""))
+            world.memory.abort_multipart(world.shard("a", "f").key, first[0])
+        gone = world.shard("a", "f").upload_id in first
+        return refused(UnavailableError("fault: 500", reason="5xx")) if gone else None
+
+    world.store.plan = plan
+    await world.drained()
+    world.check("a")
+    assert world.count("create_multipart") == 2
+
+
 async def test_a_run_that_is_lost_sends_nothing_more_and_starts_anew_later(autojump_clock, world: World):
     """The fence holds back the very next part; the upload is aborted and forgotten."""
     world.save("a", {"f": content(9 * PART)})

@@ -239,6 +239,32 @@ async def test_an_unclear_write_is_resolved(
         assert len(list(store.inner.list_versions(member.keys.pointer(RUN)))) == 3
 
 
+async def test_a_pointer_read_from_before_the_announcement_ends_nothing(
+    members: Members, declared_warnings: DeclaredWarnings
+) -> None:
+    """Race 14: a lagging replica does not list the attempt yet, which is not to say that it was taken off the list."""
+    declared_warnings("publication waits")
+    store = FaultyStore(memory())
+    member = members(store)
+    attempt = member.save("step-1", 1)
+    key = member.keys.pointer(RUN)
+
+    def before(request: Callable[[], Any]) -> Any:
+        if member.attempt(attempt).error:
+            return request()
+        grant = list(store.inner.list_versions(key))[-1]
+        return store.inner.get(key, grant.version_id)
+
+    def tested(request: Callable[[], Any]) -> Any:
+        store.plan = rules(Rule("get", before, key=ends("pointer.json"), nth=0))
+        return request()
+
+    store.plan = rules(Rule("put", tested, key=ends("test.json")))
+    await member.publish()
+    assert member.attempt(attempt).state is State.PUBLISHED
+    assert member.generations() == ["step-1"]
+
+
 @pytest.mark.parametrize("write", WRITES)
 async def test_a_delayed_duplicate_changes_nothing(members: Members, write: str) -> None:
     held = Held(duplicate=True)

@@ -286,6 +286,16 @@ def test_a_write_without_a_version_id(wire, version_id):
         store.put("p/a", b"body", condition=CREATE_ONLY)
 
 
+@pytest.mark.parametrize(("state", "error"), [("Suspended", ProbeError), ("Enabled", CorruptError)])
+def test_an_object_without_a_version_id_is_waited_for_only_while_versions_are_suspended(wire, state, error):
+    """With versions again it still has none, and a create-only key is not written twice."""
+    script, store = wire
+    xml = f"<VersioningConfiguration><Status>{state}</Status></VersioningConfiguration>".encode()
+    script.answers = [(200, {"ETag": '"e"', "x-amz-version-id": "null"}, b""), (200, {}, xml)]
+    with pytest.raises(error, match="version"):
+        store.head("p/a")
+
+
 PARTIAL = {"ETag": '"e"', "x-amz-version-id": "v1", "Content-Range": "bytes 2-5/100"}
 
 
