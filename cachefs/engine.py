@@ -40,6 +40,7 @@ from cachefs.publish.looking import Looking
 from cachefs.publish.members import CloseAsked, Member
 from cachefs.publish.ownership import Ownership
 from cachefs.publish.publisher import Publisher
+from cachefs.publish.sealing import CLOSED_BY
 from cachefs.publish.settings import Settings as PublishSettings
 from cachefs.publish.writes import Writes
 from cachefs.staging.pins import PinReader
@@ -262,6 +263,7 @@ class Engine:
             completeness=completeness,
             changed=lambda _attempt: self._flusher.wake(),
             take_over=collector.take_over,
+            started=self._started,
         )
         await nursery.start(self._publisher.run)
         return collector
@@ -271,7 +273,7 @@ class Engine:
         quiet = 0.0
         if asked.weak:
             quiet = self._config.quiet if self._config.quiet is not None else QUIET
-        by = f"closed by {asked.close.member} ({asked.close.signal})"
+        by = f"{CLOSED_BY}{asked.close.member} ({asked.close.signal})"
         self._link.send_nowait(link.CloseSave(asked.save.path, asked.save.attempt, by, asked.since, quiet))
 
     async def _tell(self) -> None:

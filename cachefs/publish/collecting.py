@@ -7,7 +7,6 @@ the same steps as for its own (steps.py).
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from functools import partial
 
@@ -22,6 +21,7 @@ from cachefs.formats.manifest import MemberReport, Open, Wanted
 from cachefs.formats.records import AttemptRecord, State
 from cachefs.journal import Journal, Txn
 from cachefs.publish import promotion, sealing
+from cachefs.publish.joining import attempt_for
 from cachefs.publish.ownership import Ownership
 from cachefs.publish.settings import Settings
 from cachefs.publish.steps import update
@@ -63,7 +63,7 @@ class Collector:
 
     async def look(self, run: str, seen: Seen | None) -> None:
         """Look at a run once and do what follows; `seen` is its pointer. Raises FencedError, and the store's errors."""
-        wishes = await self._wanted(run) if self._settings.count > 1 else {}
+        wishes = await self._wanted(run, seen) if self._settings.count > 1 else {}
         if wishes or (seen is not None and self._unknown(seen)):
             await self._ownership.acquire(run)
         if self._ownership.epoch(run) is None:
@@ -138,7 +138,7 @@ class Collector:
 
     # what other members ask for
 
-    async def _wanted(self, run: str) -> dict[str, Wanted]:
+    async def _wanted(self, run: str, seen: Seen | None) -> dict[str, Wanted]:
         """Return one wish for each generation of which nothing is open, unless it was granted before."""
         keys = self._writes.keys
         listing = await self._writes.hop(self._writes.store.list, keys.wanted(run))
@@ -152,7 +152,10 @@ class Collector:
             wish = self._wishes.get(key) or await self._wish(run, key)
             if wish is None or wish.generation in busy or wish.generation in due:
                 continue
-            if await self._opened(run, attempt_for(wish)) is None:
+            granted = attempt_for(wish.attempt)
+            with self._journal.read() as txn:
+                ours = txn.attempts.get(granted) is not None
+            if not ours and (seen is None or not await promotion.was_listed(self._writes, run, seen, granted)):
                 due[wish.generation] = wish
             else:  # granted by an earlier owner, or long ago
                 self._served.add(wish.attempt)
@@ -171,23 +174,24 @@ class Collector:
     async def _open(self, wish: Wanted) -> None:
         settings = self._settings
         alone = wish.kind == "file"
-        await self._insert(
-            AttemptRecord(
-                attempt=attempt_for(wish),
-                path=self._path(wish.run, wish.generation),
-                run=wish.run,
-                generation=wish.generation,
-                kind=wish.kind,
-                preset="",
-                step=wish.step,
-                opened_at=clock.now(),
-                serial=0,
-                members=(wish.member,) if alone else settings.names,
-                count=1 if alone else settings.count,
-                foreign=True,
-                wish=wish.attempt,
-            )
+        record = AttemptRecord(
+            attempt=attempt_for(wish.attempt),
+            path=self._path(wish.run, wish.generation),
+            run=wish.run,
+            generation=wish.generation,
+            kind=wish.kind,
+            preset="",
+            step=wish.step,
+            opened_at=clock.now(),
+            serial=0,
+            members=(wish.member,) if alone else settings.names,
+            count=1 if alone else settings.count,
+            foreign=True,
+            wish=wish.attempt,
         )
+        # In one transaction: a save of our own may have begun since the wishes were read.
+        await self._journal.write(lambda txn: _grant(txn, record))
+        self._changed()
 
     # the answers
 
@@ -200,7 +204,7 @@ class Collector:
             if one.opened_epoch is not None
             and not one.state.final
             and not one.complete
-            and (one.foreign or one.closed_at is not None)
+            and (one.foreign or one.closed_at is not None or one.count > 1)
         ]
 
     async def _count(self, attempt: AttemptRecord) -> None:
@@ -291,11 +295,6 @@ def verdict(attempt: AttemptRecord, reports: dict[str, MemberReport]) -> tuple[s
     return "", waits
 
 
-def attempt_for(wish: Wanted) -> str:
-    """Return the id of the attempt that is opened for a wish: the same whoever asks, and never that of a save."""
-    return hashlib.sha256(f"wanted/{wish.attempt}".encode()).hexdigest()[:32]
-
-
 def _own_again(attempt: str, txn: Txn) -> None:
     txn.shared.delete(attempt)
     update(txn, attempt, shared="")
@@ -304,3 +303,9 @@ def _own_again(attempt: str, txn: Txn) -> None:
 def _insert(txn: Txn, record: AttemptRecord) -> None:
     if txn.attempts.get(record.attempt) is None:
         txn.attempts.put(record.attempt, msgspec.structs.replace(record, serial=txn.next_serial()))
+
+
+def _grant(txn: Txn, record: AttemptRecord) -> None:
+    same = [one for one in txn.attempts.scan() if (one.run, one.generation) == (record.run, record.generation)]
+    if all(one.state.final for one in same):
+        _insert(txn, record)

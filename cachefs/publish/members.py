@@ -17,8 +17,7 @@ import msgspec
 import structlog
 import trio
 
-from cachefs import clock
-from cachefs.errors import CachefsError, CorruptError
+from cachefs.errors import CachefsError, CorruptError, UnavailableError
 from cachefs.formats.codec import decode
 from cachefs.formats.manifest import Abandoned, Close, Manifest, Open, Pin, Wanted
 from cachefs.formats.pointer import Published
@@ -26,7 +25,7 @@ from cachefs.formats.records import AttemptRecord, RunRecord, SharedRecord, Stat
 from cachefs.journal import Journal, Txn
 from cachefs.publish import joining, sealing
 from cachefs.publish.joining import Absent, Decision, Join, Refuse
-from cachefs.publish.promotion import left_the_list
+from cachefs.publish.promotion import left_the_list, was_listed
 from cachefs.publish.settings import Settings
 from cachefs.publish.sharing import read_share
 from cachefs.publish.steps import forget_shards, record_published, update
@@ -39,13 +38,14 @@ _log = structlog.get_logger(__name__)
 class CloseAsked(msgspec.Struct, frozen=True):
     """Another member saw the close signal: close this member's save as well.
 
-    `since` is the monotonic time of this machine at which the attempt was last seen open: what was written a second
-    time after it may belong to the next save. After a weak signal files must be quiet first.
+    What was written a second time, at whatever time, may belong to the next save: the close record may have been held
+    up, so that this member has seen the attempt open does not say that no save of it was over. After a weak signal
+    files must be quiet first.
     """
 
     save: AttemptRecord
-    since: float
     close: Close
+    since: float = 0.0
 
     @property
     def weak(self) -> bool:
@@ -78,11 +78,8 @@ class Member:
         self._started = started
         self._close = close
         self._joined = joined
-        self._looked: set[str] = set()
-        """The runs that this process has looked at."""
         self._closes: dict[str, Close] = {}
         """Close records of attempts that this daemon opened."""
-        self._seen_open: dict[str, float] = {}
         self._absent_since: dict[str, float] = {}
         self._alone: dict[str, int] = {}
         """At how many looks a save found no attempt."""
@@ -92,24 +89,22 @@ class Member:
         """Look at a run once and do what follows; return its pointer. `new` says that the run did not exist when this
         daemon had begun to look. Raises the store's errors: look again later.
         """
-        if new:
-            self._looked.add(run)
         with self._journal.read() as txn:
-            meta = txn.meta.get("meta")
-            looked = (txn.runs.get(run) or RunRecord(run)).looked
-        serial = meta.serial if meta else 0
+            record = txn.runs.get(run) or RunRecord(run)
         seen = await self._writes.hop(read_pointer, self._writes.store, self._writes.keys, run)
+        seq = seen.pointer.seq if seen is not None else 0
+        if seq < record.seq:
+            raise UnavailableError(f"the pointer of run {run!r} reads older than it was: seq {seq} after {record.seq}")
         if seen is not None:
-            await self._learn(run, seen)
+            await self._learn(run, seen, late=not record.looked and not new)
             await self._hear(run)
-            await self._decide(run, looked)
+            await self._decide(run)
             await self._answer(run)
             await self._test(run, seen)
             await self._conclude(run, seen)
-            self._looked.add(run)
         await self._want(run)
-        if serial != looked:
-            await self._journal.write(lambda txn: _note_look(txn, run, serial))
+        if not record.looked or seq != record.seq:
+            await self._journal.write(lambda txn: _note_look(txn, run, seq))
         return seen
 
     # what there is
@@ -124,7 +119,7 @@ class Member:
             found = [save for save in txn.attempts.scan() if save.run == run and not save.foreign]
         return sorted(found, key=lambda save: save.serial)
 
-    async def _learn(self, run: str, seen: Seen) -> None:
+    async def _learn(self, run: str, seen: Seen, *, late: bool) -> None:
         """Take up attempts that are new on the list."""
         with self._journal.read() as txn:
             known = {record.attempt for record in txn.shared.scan()}
@@ -132,28 +127,70 @@ class Member:
         for entry in seen.pointer.open:
             if entry.attempt in known or (entry.attempt in ours and self._settings.owner):
                 continue
-            opened = await self._small(self._writes.keys.open(run, entry.attempt), Open)
-            if opened is None:
+            if not await self._take_up(run, entry.attempt, seen, late=late):
                 raise CorruptError(f"attempt {entry.attempt} of run {run!r} is on the pointer's list without open.json")
-            close = None if run in self._looked else await self._read_close(run, entry.attempt)
-            record = SharedRecord(
-                attempt=entry.attempt,
-                run=run,
-                generation=opened.generation,
-                kind=opened.kind,
-                step=opened.step,
-                epoch=opened.epoch,
-                ordinal=opened.ordinal,
-                members=opened.members,
-                count=opened.count,
-                seq=seen.pointer.seq,
-                wish=opened.wish,
-                late=close is not None,
-                close=close,
-            )
-            await self._put(record)
             if entry.attempt in ours:  # opened by this member when it was the owner
                 await self._journal.write(partial(_join, Join(entry.attempt, entry.attempt)))
+        for save in self._saves(run):  # granted, and ended before this member looked again
+            granted = joining.attempt_for(save.attempt)
+            lonely = self._alone.get(save.attempt, 0) > 2 and granted not in known
+            if lonely and await was_listed(self._writes, run, seen, granted):
+                await self._take_up(run, granted, seen, late=False)
+        await self._take_back(run, seen)
+
+    async def _take_up(self, run: str, attempt: str, seen: Seen, *, late: bool) -> bool:
+        """Make a record of an attempt; return whether there is one."""
+        opened = await self._small(self._writes.keys.open(run, attempt), Open)
+        if opened is None:
+            return False
+        waiting = [save.attempt for save in self._saves(run) if save.generation == opened.generation and _waits(save)]
+        record = SharedRecord(
+            attempt=attempt,
+            run=run,
+            generation=opened.generation,
+            kind=opened.kind,
+            step=opened.step,
+            epoch=opened.epoch,
+            ordinal=opened.ordinal,
+            members=opened.members,
+            count=opened.count,
+            seq=seen.pointer.seq,
+            wish=opened.wish,
+            late=late,
+            waiting=tuple(waiting),
+        )
+        await self._put(record)
+        return True
+
+    async def _take_back(self, run: str, seen: Seen) -> None:
+        """Take up attempts that this member opened when it was the owner, and that another owner has ended since.
+
+        Those in which it has no part are that owner's.
+        """
+        if self._settings.owner:
+            return
+        with self._journal.read() as txn:
+            foreign = any(save.run == run and save.foreign and not save.state.final for save in txn.attempts.scan())
+        if foreign:
+            await self._journal.write(partial(_forget_foreign, run))
+        listed = {entry.attempt for entry in seen.pointer.open}
+        for save in self._saves(run):
+            if save.opened_epoch is None or save.shared or save.state.final or save.attempt in listed:
+                continue
+            record = SharedRecord(
+                attempt=save.attempt,
+                run=run,
+                generation=save.generation,
+                kind=save.kind,
+                step=save.step,
+                epoch=save.opened_epoch,
+                ordinal=save.ordinal or 0,
+                members=save.members,
+                count=save.count,
+                seq=seen.pointer.seq,
+            )
+            await self._put(record)
+            await self._journal.write(partial(_join, Join(save.attempt, save.attempt)))
 
     async def _small(self, key: str, kind: type[Any]) -> Any:
         found = await self._writes.hop(self._writes.store.get, key)
@@ -190,19 +227,15 @@ class Member:
             ours = sealing.closing(save, self._settings.member)
             standing, _ = await self._writes.create(self._writes.keys.close(run, attempt), ours, sealing.same_close)
             return standing
-        before = clock.monotonic()
-        close = await self._read_close(run, attempt)
-        if close is None:
-            self._seen_open[attempt] = before
-        return close
+        return await self._read_close(run, attempt)
 
     def _ask(self, attempt: str, save: AttemptRecord | None, close: Close | None) -> None:
         if close is not None and save is not None and save.closed_at is None and not save.state.final:
-            self._close(CloseAsked(save, self._seen_open.get(attempt, 0.0), close))
+            self._close(CloseAsked(save, close))
 
     # joining
 
-    async def _decide(self, run: str, looked: int) -> None:
+    async def _decide(self, run: str) -> None:
         """Decide which saves belong to the attempts that this member has no part in yet (joining.py)."""
         saves, member = self._saves(run), self._settings.member
         offers: dict[str, list[SharedRecord]] = {}
@@ -214,7 +247,7 @@ class Member:
             for save in same:
                 if save.opened_epoch is None and (reason := joining.unwanted(group, save, member)):
                     await self._journal.write(partial(_abandon, save, reason))
-            decisions = joining.decide(group, same, member=member, looked=looked, started=self._started)
+            decisions = joining.decide(group, same, member=member, started=self._started)
             absent = {one.shared for one in decisions if isinstance(one, Absent)}
             for record in group:
                 if record.attempt in absent:
@@ -238,6 +271,9 @@ class Member:
         known = {record.generation for record in self._shared(run) if not record.report and not record.refused}
         lonely = [s for s in self._saves(run) if s.opened_epoch is None and not s.state.final]
         lonely = [save for save in lonely if save.generation not in known]
+        for save in lonely:
+            if (doubt := self._doubtful(save)) is not None:
+                await self._journal.write(partial(_abandon, save, joining.doubts(doubt)))
         if self._settings.owner:
             return  # the publisher opens them
         self._alone = {save.attempt: self._alone.get(save.attempt, 0) + 1 for save in lonely}
@@ -254,6 +290,10 @@ class Member:
                 await self._writes.create(self._writes.keys.wanted(run, save.attempt), wanted, _equal)
                 await self._journal.write(partial(_wait, save.attempt, "waits for the owner to open an attempt"))
 
+    def _doubtful(self, save: AttemptRecord) -> AttemptRecord | None:
+        same = [one for one in self._saves(save.run) if one.generation == save.generation]
+        return joining.doubtful(same, self._started) if self._settings.count > 1 else None
+
     # the answer
 
     async def _answer(self, run: str) -> None:
@@ -268,7 +308,10 @@ class Member:
             if refused:
                 await self._report(record, save, refused)
             elif save is not None and save.state is State.FLUSHED and record.close is not None:
-                await self._report(record, save, "")
+                apart = sealing.closed_together(save, record.close, self._settings.member)
+                if apart:
+                    await self._journal.write(partial(_abandon, save, apart))
+                await self._report(record, save, apart)
             elif save is None and self._is_absent(record.attempt):
                 await self._report(record, None, "")
 
@@ -346,15 +389,23 @@ class Member:
             if published is None:
                 why: Abandoned | None = await self._small(self._writes.keys.abandoned(run, record.attempt), Abandoned)
                 reason = why.reason if why is not None else "its owner has ended it"
-            self._seen_open.pop(record.attempt, None)
-
             await self._journal.write(partial(_ended, record, published, reason))
             await self._journal.write(lambda txn: forget_shards(txn, run))
 
 
-def _note_look(txn: Txn, run: str, serial: int) -> None:
+def _waits(save: AttemptRecord) -> bool:
+    return save.opened_epoch is None and not save.state.final
+
+
+def _note_look(txn: Txn, run: str, seq: int) -> None:
     record = txn.runs.get(run) or RunRecord(run)
-    txn.runs.put(run, msgspec.structs.replace(record, looked=serial))
+    txn.runs.put(run, msgspec.structs.replace(record, looked=True, seq=seq))
+
+
+def _forget_foreign(run: str, txn: Txn) -> None:
+    for save in list(txn.attempts.scan()):
+        if save.run == run and save.foreign and not save.state.final:
+            txn.attempts.delete(save.attempt)
 
 
 def _join(decision: Join, txn: Txn) -> None:

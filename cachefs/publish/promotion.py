@@ -125,6 +125,22 @@ async def published_since(writes: Writes, run: str, seen: Seen, attempt: str, ep
     return None
 
 
+async def was_listed(writes: Writes, run: str, seen: Seen, attempt: str) -> bool:
+    """Return whether `seen` or an earlier version of the pointer lists an attempt: if not, it is still to be announced,
+    or its owner died before it could.
+    """
+    at: Seen | None = seen
+    while at is not None:
+        if any(entry.attempt == attempt for entry in at.pointer.open):
+            return True
+        at = (
+            await writes.read(read_version, writes.store, writes.keys, run, at.pointer.prev)
+            if at.pointer.prev
+            else None
+        )
+    return False
+
+
 async def left_the_list(writes: Writes, run: str, seen: Seen, attempt: str) -> Published | None:
     """Return how an attempt that is not on the list of `seen` was published, or None when it was ended otherwise.
 

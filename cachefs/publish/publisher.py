@@ -59,15 +59,18 @@ class Publisher:
         completeness: Completeness = no_checks,
         changed: Changed = _nobody,
         take_over: TakeOver = _nothing,
+        started: int = 0,
     ) -> None:
-        """`take_over` is called once for each run that this process owns, before the first step in it."""
+        """`take_over` is called once for each run that this process owns, before the first step in it. `started` is the
+        serial of the newest save when the daemon started.
+        """
         self._journal = journal
         self._store = store
         self._keys = keys
         self._hop = hop
         self._ownership = ownership
         self._settings = settings
-        self._steps = Steps(journal, pins, ownership.identity, settings, completeness)
+        self._steps = Steps(journal, pins, ownership.identity, settings, completeness, started)
         self._changed = changed
         self._hint = trio.Event()
         self._take_over = take_over
