@@ -42,6 +42,7 @@ from cachefs.publish.looking import Looking
 from cachefs.publish.members import CloseAsked, Member
 from cachefs.publish.ownership import Ownership, lift_fences
 from cachefs.publish.publisher import Publisher
+from cachefs.publish.sealing import CLOSED_BY
 from cachefs.publish.settings import Settings as PublishSettings
 from cachefs.publish.writes import Writes
 from cachefs.retention.keeper import Counts, Keeper
@@ -240,7 +241,6 @@ class Engine:
                 settings,
                 nursery,
                 started=self._started,
-                incarnation=self._incarnation,
                 close=self._close,
                 joined=self._flusher.wake,
                 confirm=self._gate.confirm,
@@ -303,6 +303,7 @@ class Engine:
             changed=lambda _attempt: self._flusher.wake(),
             take_over=collector.take_over,
             confirm=self._gate.confirm,
+            started=self._started,
         )
         await nursery.start(self._publisher.run)
         if config.gc:
@@ -322,7 +323,7 @@ class Engine:
         quiet = 0.0
         if asked.weak:
             quiet = self._config.quiet if self._config.quiet is not None else QUIET
-        by = f"closed by {asked.close.member} ({asked.close.signal})"
+        by = f"{CLOSED_BY}{asked.close.member} ({asked.close.signal})"
         self._link.send_nowait(link.CloseSave(asked.save.path, asked.save.attempt, by, asked.since, quiet))
 
     async def _tell(self) -> None:

@@ -97,7 +97,7 @@ class Close(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`close.json`: a member saw the close signal; `preset` is the one that knew it, and decides the format checks.
 
     `strength` is that of the signal (A to D, see generations/presets.py): after a weak one the other members wait until
-    their own files are quiet.
+    their own files are quiet. `rewritten`: the member had written a file a second time before.
     """
 
     run: str
@@ -108,6 +108,7 @@ class Close(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     signal: str
     strength: str
     closed_at: str
+    rewritten: bool = False
     format: Literal[1] = FORMAT
 
 

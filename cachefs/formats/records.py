@@ -64,7 +64,8 @@ class AttemptRecord(msgspec.Struct, frozen=True):
     `shared` is the id under which another daemon opened the attempt, or ours for it: "" until this member has joined
     one, and always in what this daemon opens. `foreign` marks an attempt that this daemon owns and of which nothing is
     in its mount, `wish` the save of the member that asked for it. `count` members must report, `members` are their
-    names (empty: only the number is known), `complete` says that all have.
+    names (empty: only the number is known), `complete` says that all have. `rewritten`: one of its files was written a
+    second time before it was closed, so that its bytes may be those of a later save of the name.
     """
 
     attempt: str
@@ -101,6 +102,7 @@ class AttemptRecord(msgspec.Struct, frozen=True):
     members: tuple[str, ...] = ()
     count: int = 1
     complete: bool = False
+    rewritten: bool = False
 
     @property
     def key(self) -> str:
@@ -112,9 +114,10 @@ class SharedRecord(msgspec.Struct, frozen=True):
     """What this member knows of an attempt that another daemon opened, from `open.json` and its looks at the bucket.
 
     `seq` is that of a pointer that lists it: an older pointer, read from a lagging replica, says nothing about it.
-    `local` is this member's own attempt that belongs to it, "" for none. `late`: it was closed before this daemon
-    looked at the run for the first time. `close` is its close record, `report` what this member has answered, `refused`
-    why it cannot take part, `tested` the epoch of the manifest of which it has tested its share.
+    `waiting` are this member's saves of the name that had no attempt when it learned of this one. `local` is this
+    member's own attempt that belongs to it, "" for none. `late`: it was opened before there was a daemon on this disk
+    that looked at the run. `close` is its close record, `report` what this member has answered, `refused` why it cannot
+    take part, `tested` the epoch of the manifest of which it has tested its share.
     """
 
     attempt: str
@@ -129,6 +132,7 @@ class SharedRecord(msgspec.Struct, frozen=True):
     seq: int
     wish: str = ""
     late: bool = False
+    waiting: tuple[str, ...] = ()
     local: str = ""
     close: Close | None = None
     report: Pin | None = None
@@ -181,8 +185,8 @@ class PartRecord(msgspec.Struct, frozen=True):
 class RunRecord(msgspec.Struct, frozen=True):
     """What this daemon knows of a run: the epoch it holds (0: none), and the highest step and ordinal it has used.
 
-    `incarnation` is the daemon that `epoch` was granted to, or that lost the run to `fenced_by`. `looked` is the
-    attempt serial at this member's last look at the run's open attempts, `looked_by` the daemon that looked.
+    `incarnation` is the daemon that `epoch` was granted to, or that lost the run to `fenced_by`. `looked`: a
+    daemon on this disk has looked at the run's open attempts. `seq` is that of the newest pointer it has seen.
     """
 
     run: str
@@ -192,8 +196,8 @@ class RunRecord(msgspec.Struct, frozen=True):
     step: int = 0
     fenced_by: str = ""
     incarnation: str = ""
-    looked: int = 0
-    looked_by: str = ""
+    looked: bool = False
+    seq: int = 0
 
 
 class LooseRecord(msgspec.Struct, frozen=True):

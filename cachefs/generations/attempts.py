@@ -82,6 +82,7 @@ def closed(txn: Txn, attempt: AttemptRecord, action: CloseSave, closed: ClosedSe
         signal=action.signal,
         strength=action.strength,
         closed_at=clock.now(),
+        rewritten=attempt.rewritten,
         files=len(kept),
         size=sum(shard.identity.size for shard in kept.values()),
         symlinks=closed.symlinks,
@@ -100,6 +101,13 @@ def ended(txn: Txn, attempt: str, reason: str) -> None:
     for shard in txn.shards_of(attempt):
         txn.drop_shard(shard)
     txn.update_attempt(attempt, state=State.ABANDONED, error=reason)
+
+
+def written_again(txn: Txn, attempt: str) -> None:
+    """Record that a file of an open save was written a second time."""
+    record = txn.attempts.get(attempt)
+    if record is not None and record.closed_at is None:
+        txn.update_attempt(attempt, rewritten=True)
 
 
 def noted(txn: Txn, attempt: str, why: str) -> None:

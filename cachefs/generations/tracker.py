@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Awaitable, Callable
 
+import msgspec
 import structlog
 import trio
 
@@ -120,24 +121,36 @@ class Tracker:
         actions = self._detector.observe(change, clock.monotonic(), self._view)
         if change.kind in (Kind.REMOVED, Kind.RENAMED):
             self.early.gone(change.old or change.path)
-        if not change.is_dir:
-            self._note(change)
+        noted = None if change.is_dir else self._note(change)
         deadline = self._detector.next_deadline()
         if deadline is not None and deadline < self._looks_at:
             self._changed.set()
-        return self._carry_out(actions)
+        carried = self._carry_out(actions)
+        return each([noted, carried]) if noted is not None and carried is not None else noted or carried
 
-    def _note(self, change: Change) -> None:
-        """Tell the save around a file of its change, and the early uploads of a file that is whole."""
+    def _note(self, change: Change) -> Awaitable[None] | None:
+        """Tell the save around a file of its change, and the early uploads of a file that is whole. To be waited for
+        when the save is written again for the first time: a later process must know.
+        """
         root = change.path
         while root := root.rpartition(b"/")[0]:
             save = self._saves.get(root)
             if save is not None:
+                before = save.rewritten
                 save.note(change, clock.monotonic())
                 whole = change.writers == 0 and change.kind in (Kind.CLOSED, Kind.RENAMED, Kind.LINKED)
                 if whole and save.closing is None and not save.placement.temporary:
                     self.early.closed(change.path, save.attempt, root)
-                return
+                return self._write_again(save) if save.rewritten and not before else None
+        return None
+
+    async def _write_again(self, save: Tracked) -> None:
+        await save.journaled.wait()
+        try:
+            await self._journal.write(lambda txn: attempts.written_again(txn, save.attempt))
+        except StagingError:
+            self._owe(lambda: self._journal.write(lambda txn: attempts.written_again(txn, save.attempt)))
+            raise
 
     # ---- what follows from the detector's actions
 
@@ -285,7 +298,7 @@ class Tracker:
             attempt = txn.attempts.get(save.attempt)
         if attempt is None:
             raise AssertionError("an attempt that is being closed is in the journal")
-        return attempt, early
+        return msgspec.structs.replace(attempt, rewritten=save.rewritten > 0), early
 
     async def _record(self, attempt: AttemptRecord, action: CloseSave, closed: ClosedSet) -> bool:
         """Journal a close; False, and nothing done, when an early pin of it was dropped meanwhile."""
@@ -468,6 +481,7 @@ class Tracker:
                 placement = self._placer.any(save.path, is_file=attempt.kind == "file")
                 tracked = self._saves[save.path] = Tracked(attempt.attempt, placement)
                 tracked.journaled.set()
+                tracked.rewritten = clock.monotonic() if attempt.rewritten else 0.0
                 tracked.finished = {save.path + b"/" + name for name in self._view.names(save.path)}
         waiting = self._carry_out(self._detector.resume(resumed, self._view, clock.monotonic()))
         if waiting is not None:

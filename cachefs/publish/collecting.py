@@ -7,7 +7,6 @@ the same steps as for its own (steps.py).
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from functools import partial
 
@@ -22,6 +21,7 @@ from cachefs.formats.manifest import MemberReport, Open, Wanted
 from cachefs.formats.records import AttemptRecord, State
 from cachefs.journal import Journal, Txn
 from cachefs.publish import promotion, sealing
+from cachefs.publish.joining import attempt_for
 from cachefs.publish.ownership import Ownership
 from cachefs.publish.settings import Settings
 from cachefs.publish.steps import update
@@ -53,6 +53,7 @@ class Collector:
         self._changed = changed
         self._reports: dict[str, dict[str, MemberReport]] = {}
         self._since: dict[str, float] = {}
+        self._listed = promotion.Listed(writes)
         self._wishes: dict[str, Wanted] = {}
         self._served: set[str] = set()
         """Saves that are part of an attempt: what they wished for before is granted."""
@@ -156,23 +157,27 @@ class Collector:
             wish = self._wishes.get(key) or await self._wish(run, key)
             if wish is None or wish.generation in busy or wish.generation in due:
                 continue
-            if await self._opened(run, attempt_for(wish)) is not None or await self._is_past(wish, seen):
+            granted = attempt_for(wish.attempt)
+            with self._journal.read() as txn:
+                over = txn.attempts.get(granted) is not None
+            if over or (seen is not None and await self._is_granted(wish, seen)):
                 self._served.add(wish.attempt)  # granted by an earlier owner, or long ago
             else:
                 due[wish.generation] = wish
         return due
 
-    async def _is_past(self, wish: Wanted, seen: Seen | None) -> bool:
-        """Return whether a wish was granted by what is published, or comes too late: wishes outlive their owner."""
-        published = seen.pointer.published if seen is not None else None
-        if published is None or wish.step > published.order.step:
+    async def _is_granted(self, wish: Wanted, seen: Seen) -> bool:
+        """Return whether an attempt was opened for a wish, or its save is part of what is published: wishes outlive
+        their owner.
+        """
+        if attempt_for(wish.attempt) in await self._listed.ever(wish.run, seen):
+            return True
+        published = seen.pointer.published
+        if published is None or published.generation != wish.generation:
             return False
-        if wish.step == published.order.step:
-            key = self._writes.keys.member(wish.run, published.attempt, wish.member)
-            found = await self._writes.hop(self._writes.store.get, key)
-            if found is None or decode(found[1], MemberReport, key).save != wish.attempt:
-                return False
-        return True
+        key = self._writes.keys.member(wish.run, published.attempt, wish.member)
+        found = await self._writes.hop(self._writes.store.get, key)
+        return found is not None and decode(found[1], MemberReport, key).save == wish.attempt
 
     async def _wish(self, run: str, key: str) -> Wanted | None:
         found = await self._writes.hop(self._writes.store.get, key)
@@ -187,23 +192,24 @@ class Collector:
     async def _open(self, wish: Wanted) -> None:
         settings = self._settings
         alone = wish.kind == "file"
-        await self._insert(
-            AttemptRecord(
-                attempt=attempt_for(wish),
-                path=self._path(wish.run, wish.generation),
-                run=wish.run,
-                generation=wish.generation,
-                kind=wish.kind,
-                preset="",
-                step=wish.step,
-                opened_at=clock.now(),
-                serial=0,
-                members=(wish.member,) if alone else settings.names,
-                count=1 if alone else settings.count,
-                foreign=True,
-                wish=wish.attempt,
-            )
+        record = AttemptRecord(
+            attempt=attempt_for(wish.attempt),
+            path=self._path(wish.run, wish.generation),
+            run=wish.run,
+            generation=wish.generation,
+            kind=wish.kind,
+            preset="",
+            step=wish.step,
+            opened_at=clock.now(),
+            serial=0,
+            members=(wish.member,) if alone else settings.names,
+            count=1 if alone else settings.count,
+            foreign=True,
+            wish=wish.attempt,
         )
+        # In one transaction: a save of our own may have begun since the wishes were read.
+        await self._journal.write(lambda txn: _grant(txn, record))
+        self._changed()
 
     # the answers
 
@@ -216,7 +222,7 @@ class Collector:
             if one.opened_epoch is not None
             and not one.state.final
             and not one.complete
-            and (one.foreign or one.closed_at is not None)
+            and (one.foreign or one.closed_at is not None or one.count > 1)
         ]
 
     async def _read_reports(self, attempt: AttemptRecord) -> None:
@@ -310,11 +316,6 @@ def verdict(attempt: AttemptRecord, reports: dict[str, MemberReport]) -> tuple[s
     return "", waits
 
 
-def attempt_for(wish: Wanted) -> str:
-    """Return the id of the attempt that is opened for a wish: the same whoever asks, and never that of a save."""
-    return hashlib.sha256(f"wanted/{wish.attempt}".encode()).hexdigest()[:32]
-
-
 def _own_again(attempt: str, txn: Txn) -> None:
     txn.shared.delete(attempt)
     update(txn, attempt, shared="")
@@ -323,3 +324,9 @@ def _own_again(attempt: str, txn: Txn) -> None:
 def _insert(txn: Txn, record: AttemptRecord) -> None:
     if txn.attempts.get(record.attempt) is None:
         txn.attempts.put(record.attempt, msgspec.structs.replace(record, serial=txn.next_serial()))
+
+
+def _grant(txn: Txn, record: AttemptRecord) -> None:
+    same = [one for one in txn.attempts.scan() if (one.run, one.generation) == (record.run, record.generation)]
+    if all(one.state.final for one in same):
+        _insert(txn, record)

@@ -1,20 +1,21 @@
 """Which local save belongs to which attempt that another daemon opened. Pure; PROTOCOL.md, "Members", argues it.
 
 Saves and attempts meet by the generation's name alone, and a name can be written twice: by a training that resumed, or
-into one directory over and over. No clock tells the first time from the second. What does is the order of this member's
-own looks at the list of open attempts: between two looks at most one save of a name may have begun, and at most one
-attempt of that name may be unanswered. Everything else is refused, with the reason; a refusal costs one save, a wrong
-guess would publish a mixture.
+into one directory over and over. No clock tells the first time from the second, and an attempt may be opened long after
+its save began. So a save and an attempt belong together only if there is one of each, and if every earlier save of the
+name is known to be the part of another attempt. Everything else is refused, with the reason; a refusal costs the save,
+and the name until the daemon starts again; a wrong guess would publish a mixture.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 
 import msgspec
 
 from cachefs.formats.manifest import Manifest, Shard
-from cachefs.formats.records import AttemptRecord, SharedRecord
+from cachefs.formats.records import AttemptRecord, SharedRecord, State
 
 
 class Join(msgspec.Struct, frozen=True):
@@ -42,48 +43,91 @@ Decision = Join | Refuse | Absent
 
 
 def decide(
-    offers: Sequence[SharedRecord], saves: Sequence[AttemptRecord], *, member: str, looked: int, started: int
+    offers: Sequence[SharedRecord], saves: Sequence[AttemptRecord], *, member: str, started: int
 ) -> list[Decision]:
     """Decide about one generation's attempts that have no part of this member yet (`offers`), in the order they were
     opened.
 
-    `saves` are this member's saves of the generation, `looked` the serial of its newest save at the look before this
-    one, `started` at the start of the daemon. Nothing is decided about an offer that is open and for which there is no
-    save.
+    `saves` are this member's saves of the generation, `started` is the serial of its newest save when the daemon
+    started: training starts again with the daemon, so no save from before goes on. Nothing is decided about an offer
+    that is open and for which there is no save.
     """
     offers = [offer for offer in offers if not offer.members or member in offer.members]
+    if offers and (doubt := doubtful(saves, started)) is not None:
+        waiting = tuple(save.attempt for save in saves if save.opened_epoch is None and not save.state.final)
+        return [Refuse(offer.attempt, doubts(doubt), waiting) for offer in offers]
     asked = {save.attempt: save for save in saves}
     # Popped: an attempt for the same save a second time finds it taken.
     decided: list[Decision] = [_granted(offer, asked.pop(offer.wish)) for offer in offers if offer.wish in asked]
     answered = {one.shared for one in decided}
+    decided = [_in_order(one, offers, saves) for one in decided]
     offers = [offer for offer in offers if offer.attempt not in answered]
     granted = {one.local for one in decided if isinstance(one, Join)}
     free = [
-        save
-        for save in saves
-        if save.opened_epoch is None and save.attempt not in granted and (not save.state.final or save.serial > looked)
+        save for save in saves if save.opened_epoch is None and save.attempt not in granted and not save.state.final
     ]
     late = [offer for offer in offers if offer.late and not any(save.serial <= started for save in free)]
     decided += [
-        Refuse(offer.attempt, "it was closed before this daemon was there: what an earlier one wrote is not known here")
+        Refuse(offer.attempt, "it was opened before this daemon was there: what an earlier one wrote is not known here")
         for offer in late
     ]
     offers = [offer for offer in offers if offer not in late]
     if not offers:
         return decided
+    gone = {save.attempt for save in saves if save.opened_epoch is None and save.state.final}
     if not free:
+        lost = [offer for offer in offers if gone & set(offer.waiting)]
+        decided += [Refuse(offer.attempt, "the save that may have belonged to it was abandoned") for offer in lost]
+        offers = [offer for offer in offers if offer not in lost]
+        if (doubt := doubtful(saves, 0)) is not None:  # however old: this member had a part in some save of the name
+            return decided + [Refuse(offer.attempt, doubts(doubt)) for offer in offers if offer.close is not None]
         return decided + _without(offers, saves)
-    if len(offers) == 1 and len(free) == 1:
-        save = free[0]
-        if save.state.final:
-            return [*decided, Refuse(offers[0].attempt, f"its save was abandoned: {save.error}")]
-        return [*decided, Join(offers[0].attempt, save.attempt)]
+    if len(offers) == 1 and len(free) == 1 and not gone & set(offers[0].waiting):
+        return [*decided, _in_order(Join(offers[0].attempt, free[0].attempt), offers, saves)]
     reason = (
-        f"{len(free)} saves and {len(offers)} attempts of this name began between two looks: which belong together "
-        "cannot be told"
+        f"{len(free)} saves and {len(offers)} attempts of this name are waiting: which belong together cannot be told"
     )
-    waiting = tuple(save.attempt for save in free if not save.state.final)
+    waiting = tuple(save.attempt for save in free)
     return decided + [Refuse(offer.attempt, reason, waiting) for offer in offers]
+
+
+def doubtful(saves: Sequence[AttemptRecord], started: int) -> AttemptRecord | None:
+    """Return a save of which it is not known to which attempt its bytes belong; None if all are known.
+
+    A save that was abandoned without having been joined may be any attempt's part. One that was abandoned before it was
+    closed may go on in the next one. One whose files were written again holds two saves. None of them is the part of no
+    attempt: an attempt that is opened late may be the one.
+    """
+    for save in saves:
+        known = save.opened_epoch is not None and save.closed_at is not None and not save.rewritten
+        if save.state is State.ABANDONED and save.serial > started and not known:
+            return save
+    return None
+
+
+def doubts(save: AttemptRecord) -> str:
+    """Return why no save of a name can be published while one is doubtful."""
+    return (
+        f"an earlier save of this name was abandoned ({save.error}), and what belongs to it cannot be told; use "
+        "another name, or start the daemon again"
+    )
+
+
+def _in_order(join: Decision, offers: Sequence[SharedRecord], saves: Sequence[AttemptRecord]) -> Decision:
+    """Refuse a join that turns the order of the saves around: an attempt that was opened late, for an earlier save."""
+    if not isinstance(join, Join):
+        return join
+    offer = next(offer for offer in offers if offer.attempt == join.shared)
+    save = next(save for save in saves if save.attempt == join.local)
+    order = (offer.epoch, offer.ordinal)
+    for other in saves:
+        if other.opened_epoch is None or other.attempt == save.attempt:
+            continue
+        before = (other.opened_epoch, other.ordinal or 0) < order
+        if before != (other.serial < save.serial):
+            reason = "saves of this name and attempts were opened in different orders"
+            return Refuse(offer.attempt, reason, () if save.state.final else (save.attempt,))
+    return join
 
 
 def _granted(offer: SharedRecord, save: AttemptRecord) -> Decision:
@@ -107,6 +151,13 @@ def unwanted(offers: Sequence[SharedRecord], save: AttemptRecord, member: str) -
         if save.kind == "file" and offer.kind == "file" and offer.members and member not in offer.members:
             return f"the generation {save.generation} is the file of member {', '.join(offer.members)}"
     return ""
+
+
+def attempt_for(save: str) -> str:
+    """Return the id of the attempt that is opened for a save that a member wishes for: the same whoever asks, and never
+    that of a save.
+    """
+    return hashlib.sha256(f"wanted/{save}".encode()).hexdigest()[:32]
 
 
 def shares(manifest: Manifest) -> dict[str, tuple[Shard, ...]]:

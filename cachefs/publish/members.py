@@ -17,8 +17,7 @@ import msgspec
 import structlog
 import trio
 
-from cachefs import clock
-from cachefs.errors import CachefsError, CorruptError
+from cachefs.errors import CachefsError, CorruptError, UnavailableError
 from cachefs.formats.codec import decode
 from cachefs.formats.manifest import Abandoned, Close, Manifest, Open, Pin, Wanted
 from cachefs.formats.pointer import Published
@@ -26,7 +25,7 @@ from cachefs.formats.records import AttemptRecord, RunRecord, SharedRecord, Stat
 from cachefs.journal import Journal, Txn
 from cachefs.publish import joining, sealing
 from cachefs.publish.joining import Absent, Decision, Join, Refuse
-from cachefs.publish.promotion import left_the_list
+from cachefs.publish.promotion import Listed, left_the_list
 from cachefs.publish.settings import Confirm, Settings, sure
 from cachefs.publish.sharing import read_share
 from cachefs.publish.steps import forget_shards, record_published, update
@@ -42,13 +41,14 @@ _log = structlog.get_logger(__name__)
 class CloseAsked(msgspec.Struct, frozen=True):
     """Another member saw the close signal: close this member's save as well.
 
-    `since` is the monotonic time of this machine at which the attempt was last seen open: what was written a second
-    time after it may belong to the next save. After a weak signal files must be quiet first.
+    What was written a second time, at whatever time, may belong to the next save: the close record may have been held
+    up, so that this member has seen the attempt open does not say that no save of it was over. After a weak signal
+    files must be quiet first.
     """
 
     save: AttemptRecord
-    since: float
     close: Close
+    since: float = 0.0
 
     @property
     def weak(self) -> bool:
@@ -67,15 +67,13 @@ class Member:
         nursery: trio.Nursery,
         *,
         started: int,
-        incarnation: str = "",
         close: Callable[[CloseAsked], None],
         joined: Callable[[], None] = lambda: None,
         confirm: Confirm = sure,
     ) -> None:
         """Shares of restore tests are read in `nursery`. `started` is the serial of the newest save when the daemon
-        started, `incarnation` the id of the daemon, the same in each of its engines (default: a new one). `close`
-        carries a CloseAsked out; it is asked again at every look until the save is closed. `joined` is called when
-        there may be something to send, `confirm` before damage is reported.
+        started. `close` carries a CloseAsked out; it is asked again at every look until the save is closed. `joined` is
+        called when there may be something to send, `confirm` before damage is reported.
         """
         self._journal = journal
         self._writes = writes
@@ -85,13 +83,12 @@ class Member:
         self._close = close
         self._joined = joined
         self._confirm = confirm
-        self._incarnation = incarnation or clock.new_id()
+        self._listed = Listed(writes)
         self._closes: dict[str, Close] = {}
         """Close records of attempts that this daemon opened."""
-        self._seen_open: dict[str, float] = {}
         self._absent_since: dict[str, float] = {}
-        self._alone: dict[str, set[str]] = {}
-        """By run: the saves that found no attempt at the last look."""
+        self._alone: dict[str, dict[str, int]] = {}
+        """By run and save: at how many looks it found no attempt."""
         self._asked: set[str] = set()
         """The saves for which the owner was asked."""
         self._testing: set[tuple[str, int]] = set()
@@ -101,21 +98,21 @@ class Member:
         daemon had begun to look. Raises the store's errors: look again later.
         """
         with self._journal.read() as txn:
-            meta = txn.meta.get("meta")
             record = txn.runs.get(run) or RunRecord(run)
-        serial, looked = meta.serial if meta else 0, record.looked
-        here = new or record.looked_by == self._incarnation
         seen = await self._writes.hop(read_pointer, self._writes.store, self._writes.keys, run)
+        seq = seen.pointer.seq if seen is not None else 0
+        if seq < record.seq:
+            raise UnavailableError(f"the pointer of run {run!r} reads older than it was: seq {seq} after {record.seq}")
         if seen is not None:
-            await self._learn(run, seen, here=here)
+            await self._learn(run, seen, late=not record.looked and not new)
             await self._hear(run)
-            await self._decide(run, looked)
+            await self._decide(run)
             await self._answer(run)
             await self._test(run, seen)
             await self._conclude(run, seen)
         await self._want(run)
-        if serial != looked or record.looked_by != self._incarnation:
-            await self._journal.write(lambda txn: _note_look(txn, run, serial, self._incarnation))
+        if not record.looked or seq != record.seq:
+            await self._journal.write(lambda txn: _note_look(txn, run, seq))
         return seen
 
     # what there is
@@ -132,36 +129,78 @@ class Member:
             found = [save for save in txn.attempts.scan() if save.run == run and not save.foreign]
         return sorted(found, key=lambda save: save.serial)
 
-    async def _learn(self, run: str, seen: Seen, *, here: bool) -> None:
-        """Take up attempts that are new on the list; `here` says that this daemon was there when they came on it."""
+    async def _learn(self, run: str, seen: Seen, *, late: bool) -> None:
+        """Take up attempts that are new on the list."""
         with self._journal.read() as txn:
             known = {record.attempt for record in txn.shared.scan()}
             ours = {save.attempt for save in txn.attempts.scan() if not save.foreign}
         for entry in seen.pointer.open:
             if entry.attempt in known or (entry.attempt in ours and self._settings.owner):
                 continue
-            opened = await self._small(self._writes.keys.open(run, entry.attempt), Open)
-            if opened is None:
+            if not await self._take_up(run, entry.attempt, seen, late=late):
                 raise CorruptError(f"attempt {entry.attempt} of run {run!r} is on the pointer's list without open.json")
-            close = None if here else await self._read_close(run, entry.attempt)
-            record = SharedRecord(
-                attempt=entry.attempt,
-                run=run,
-                generation=opened.generation,
-                kind=opened.kind,
-                step=opened.step,
-                epoch=opened.epoch,
-                ordinal=opened.ordinal,
-                members=opened.members,
-                count=opened.count,
-                seq=seen.pointer.seq,
-                wish=opened.wish,
-                late=close is not None,
-                close=close,
-            )
-            await self._put(record)
             if entry.attempt in ours:  # opened by this member when it was the owner
                 await self._journal.write(partial(_join, Join(entry.attempt, entry.attempt)))
+        for save in self._saves(run):  # granted, and ended before this member looked again
+            granted = joining.attempt_for(save.attempt)
+            lonely = self._alone.get(run, {}).get(save.attempt, 0) > 2 and granted not in known
+            if lonely and granted in await self._listed.ever(run, seen):
+                await self._take_up(run, granted, seen, late=False)
+        await self._take_back(run, seen)
+
+    async def _take_up(self, run: str, attempt: str, seen: Seen, *, late: bool) -> bool:
+        """Make a record of an attempt; return whether there is one."""
+        opened = await self._small(self._writes.keys.open(run, attempt), Open)
+        if opened is None:
+            return False
+        waiting = [save.attempt for save in self._saves(run) if save.generation == opened.generation and _waits(save)]
+        record = SharedRecord(
+            attempt=attempt,
+            run=run,
+            generation=opened.generation,
+            kind=opened.kind,
+            step=opened.step,
+            epoch=opened.epoch,
+            ordinal=opened.ordinal,
+            members=opened.members,
+            count=opened.count,
+            seq=seen.pointer.seq,
+            wish=opened.wish,
+            late=late,
+            waiting=tuple(waiting),
+        )
+        await self._put(record)
+        return True
+
+    async def _take_back(self, run: str, seen: Seen) -> None:
+        """Take up attempts that this member opened when it was the owner, and that another owner has ended since.
+
+        Those in which it has no part are that owner's.
+        """
+        if self._settings.owner:
+            return
+        with self._journal.read() as txn:
+            foreign = any(save.run == run and save.foreign and not save.state.final for save in txn.attempts.scan())
+        if foreign:
+            await self._journal.write(partial(_forget_foreign, run))
+        listed = {entry.attempt for entry in seen.pointer.open}
+        for save in self._saves(run):
+            if save.opened_epoch is None or save.shared or save.state.final or save.attempt in listed:
+                continue
+            record = SharedRecord(
+                attempt=save.attempt,
+                run=run,
+                generation=save.generation,
+                kind=save.kind,
+                step=save.step,
+                epoch=save.opened_epoch,
+                ordinal=save.ordinal or 0,
+                members=save.members,
+                count=save.count,
+                seq=seen.pointer.seq,
+            )
+            await self._put(record)
+            await self._journal.write(partial(_join, Join(save.attempt, save.attempt)))
 
     async def _small(self, key: str, kind: type[Any]) -> Any:
         found = await self._writes.hop(self._writes.store.get, key)
@@ -198,19 +237,15 @@ class Member:
             ours = sealing.closing(save, self._settings.member)
             standing, _ = await self._writes.create(self._writes.keys.close(run, attempt), ours, sealing.same_close)
             return standing
-        before = clock.monotonic()
-        close = await self._read_close(run, attempt)
-        if close is None:
-            self._seen_open[attempt] = before
-        return close
+        return await self._read_close(run, attempt)
 
     def _ask(self, attempt: str, save: AttemptRecord | None, close: Close | None) -> None:
         if close is not None and save is not None and save.closed_at is None and not save.state.final:
-            self._close(CloseAsked(save, self._seen_open.get(attempt, 0.0), close))
+            self._close(CloseAsked(save, close))
 
     # joining
 
-    async def _decide(self, run: str, looked: int) -> None:
+    async def _decide(self, run: str) -> None:
         """Decide which saves belong to the attempts that this member has no part in yet (joining.py)."""
         saves, member = self._saves(run), self._settings.member
         offers: dict[str, list[SharedRecord]] = {}
@@ -222,7 +257,7 @@ class Member:
             for save in same:
                 if save.opened_epoch is None and (reason := joining.unwanted(group, save, member)):
                     await self._journal.write(partial(_abandon, save, reason))
-            decisions = joining.decide(group, same, member=member, looked=looked, started=self._started)
+            decisions = joining.decide(group, same, member=member, started=self._started)
             absent = {one.shared for one in decisions if isinstance(one, Absent)}
             for record in group:
                 if record.attempt in absent:
@@ -246,11 +281,15 @@ class Member:
         known = {record.generation for record in self._shared(run) if not record.report and not record.refused}
         lonely = [s for s in self._saves(run) if s.opened_epoch is None and not s.state.final]
         lonely = [save for save in lonely if save.generation not in known]
+        for save in lonely:
+            if (doubt := self._doubtful(save)) is not None:
+                await self._journal.write(partial(_abandon, save, joining.doubts(doubt)))
         if self._settings.owner:
             return  # the publisher opens them
-        before, self._alone[run] = self._alone.get(run, set()), {save.attempt for save in lonely}
+        before = self._alone.get(run, {})
+        self._alone[run] = alone = {save.attempt: before.get(save.attempt, 0) + 1 for save in lonely}
         for save in lonely:
-            if save.attempt in before - self._asked:
+            if alone[save.attempt] > 1 and save.attempt not in self._asked:
                 wanted = Wanted(
                     run=run,
                     generation=save.generation,
@@ -261,7 +300,11 @@ class Member:
                 )
                 await self._writes.create(self._writes.keys.wanted(run, save.attempt), wanted, _equal)
                 self._asked.add(save.attempt)
-                await self._journal.write(partial(_waits, save.attempt, WANTED))
+                await self._journal.write(partial(_show, save.attempt, WANTED))
+
+    def _doubtful(self, save: AttemptRecord) -> AttemptRecord | None:
+        same = [one for one in self._saves(save.run) if one.generation == save.generation]
+        return joining.doubtful(same, self._started) if self._settings.count > 1 else None
 
     # the answer
 
@@ -280,7 +323,10 @@ class Member:
             if refused:
                 await self._report(record, save, refused)
             elif save is not None and save.state is State.FLUSHED and record.close is not None:
-                await self._report(record, save, "")
+                apart = sealing.closed_together(save, record.close, self._settings.member)
+                if apart:
+                    await self._journal.write(partial(_abandon, save, apart))
+                await self._report(record, save, apart)
             elif save is None and self._is_absent(record.attempt):
                 await self._report(record, None, "")
             elif record.close is not None and (save is None or save.closed_at is not None):
@@ -362,15 +408,23 @@ class Member:
             if published is None:
                 why: Abandoned | None = await self._small(self._writes.keys.abandoned(run, record.attempt), Abandoned)
                 reason = why.reason if why is not None else "its owner has ended it"
-            self._seen_open.pop(record.attempt, None)
-
             await self._journal.write(partial(_ended, record, published, reason))
             await self._journal.write(lambda txn: forget_shards(txn, run))
 
 
-def _note_look(txn: Txn, run: str, serial: int, daemon: str) -> None:
+def _waits(save: AttemptRecord) -> bool:
+    return save.opened_epoch is None and not save.state.final
+
+
+def _note_look(txn: Txn, run: str, seq: int) -> None:
     record = txn.runs.get(run) or RunRecord(run)
-    txn.runs.put(run, msgspec.structs.replace(record, looked=serial, looked_by=daemon))
+    txn.runs.put(run, msgspec.structs.replace(record, looked=True, seq=seq))
+
+
+def _forget_foreign(run: str, txn: Txn) -> None:
+    for save in list(txn.attempts.scan()):
+        if save.run == run and save.foreign and not save.state.final:
+            txn.attempts.delete(save.attempt)
 
 
 def _join(decision: Join, txn: Txn) -> None:
@@ -398,7 +452,7 @@ def _refuse(decision: Refuse, txn: Txn) -> None:
         update(txn, save, state=State.ABANDONED, error=decision.reason)
 
 
-def _waits(attempt: str, why: str, txn: Txn) -> None:
+def _show(attempt: str, why: str, txn: Txn) -> None:
     update(txn, attempt, error=why)
 
 

@@ -142,6 +142,32 @@ async def published_since(writes: Writes, run: str, seen: Seen, attempt: str, ep
     return None
 
 
+class Listed:
+    """Which attempts the pointers of runs have listed as open, at any time. Each version is read once."""
+
+    def __init__(self, writes: Writes) -> None:
+        self._writes = writes
+        self._read: dict[str, tuple[int, set[str]]] = {}
+
+    async def ever(self, run: str, seen: Seen) -> set[str]:
+        """Return the attempts that were listed up to the pointer that was `seen`, as far back as the store keeps
+        versions. One that has an open record and was never listed is not under way, or its owner died before it could
+        list it.
+        """
+        newest, found = self._read.get(run, (0, set()))
+        at: Seen | None = seen
+        while at is not None and at.pointer.seq > newest:
+            found.update(entry.attempt for entry in at.pointer.open)
+            prev = at.pointer.prev
+            at = (
+                await self._writes.read(read_version, self._writes.store, self._writes.keys, run, prev)
+                if prev
+                else None
+            )
+        self._read[run] = max(newest, seen.pointer.seq), found
+        return found
+
+
 async def left_the_list(writes: Writes, run: str, seen: Seen, attempt: str) -> Published | None:
     """Return how an attempt that is not on the list of `seen` was published, or None when it was ended otherwise.
 

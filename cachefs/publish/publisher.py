@@ -60,9 +60,11 @@ class Publisher:
         changed: Changed = _nobody,
         take_over: TakeOver = _nothing,
         confirm: Confirm = sure,
+        started: int = 0,
     ) -> None:
         """`take_over` is called once for each run that this process owns, before the first step in it; `confirm` before
-        an attempt is given up for what the store has answered.
+        an attempt is given up for what the store has answered. `started` is the serial of the newest save when the
+        daemon started.
         """
         self._journal = journal
         self._store = store
@@ -70,7 +72,7 @@ class Publisher:
         self._hop = hop
         self._ownership = ownership
         self._settings = settings
-        self._steps = Steps(journal, pins, ownership.identity, settings, completeness)
+        self._steps = Steps(journal, pins, ownership.identity, settings, completeness, started)
         self._changed = changed
         self._hint = trio.Event()
         self._take_over = take_over

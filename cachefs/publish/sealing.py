@@ -36,6 +36,8 @@ from cachefs.formats.records import AttemptRecord, ShardRecord, SharedRecord
 from cachefs.restore.layout import check_manifest
 from cachefs.restore.shards import Source
 
+CLOSED_BY = "closed by "
+"""How the signal of a save begins that was closed because another member has seen the close signal."""
 OpenSource = Callable[[Shard], Source]
 Completeness = Callable[[Manifest, OpenSource], Sequence[str]]
 """Checks the formats of a generation's files and returns the names of the checks that ran; raises CorruptError with the
@@ -94,12 +96,28 @@ def closing(attempt: AttemptRecord, member: str) -> Close:
         signal=attempt.signal,
         strength=attempt.strength,
         closed_at=rfc3339(attempt.closed_at if attempt.closed_at is not None else attempt.opened_at),
+        rewritten=attempt.rewritten,
     )
 
 
 def same_close(theirs: Close, ours: Close) -> bool:
     """Whichever member saw the signal first has written it."""
     return (theirs.run, theirs.generation, theirs.attempt) == (ours.run, ours.generation, ours.attempt)
+
+
+def closed_together(attempt: AttemptRecord, standing: Close, member: str) -> str:
+    """Return why this member's part may be of another save than the one whose close record stands, or "".
+
+    A save that stays open here while it is closed elsewhere takes in the next save of its name: then its files are
+    written a second time. The member whose signal it was has the bytes of that signal's save in any case.
+    """
+    if standing.member == member:
+        return ""
+    if attempt.rewritten:
+        return f"files were written again before it was closed, and {standing.member} has seen the close signal"
+    if standing.rewritten and not attempt.signal.startswith(CLOSED_BY):
+        return f"both {member} and {standing.member} have seen a close signal, and files were written again between"
+    return ""
 
 
 def report(

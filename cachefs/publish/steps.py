@@ -18,7 +18,7 @@ from cachefs.formats.manifest import Close, Manifest, MemberReport, Open, Order,
 from cachefs.formats.pointer import OpenAttempt, Published
 from cachefs.formats.records import AttemptRecord, RunRecord, State
 from cachefs.journal import Journal, Txn
-from cachefs.publish import loading, promotion, sealing
+from cachefs.publish import joining, loading, promotion, sealing
 from cachefs.publish.promotion import Identity
 from cachefs.publish.restoretest import check_pinned, check_stored
 from cachefs.publish.rules import Refused, Step, hidden, releasable
@@ -40,13 +40,20 @@ class Steps:
     """Takes the steps of attempts; holds no state of its own."""
 
     def __init__(
-        self, journal: Journal, pins: PinReader, who: Identity, settings: Settings, completeness: Completeness
+        self,
+        journal: Journal,
+        pins: PinReader,
+        who: Identity,
+        settings: Settings,
+        completeness: Completeness,
+        started: int,
     ) -> None:
         self._journal = journal
         self._pins = pins
         self._who = who
         self._settings = settings
         self._completeness = completeness
+        self._started = started
         self._take: dict[Step, Callable[[Writes, AttemptRecord, int], Awaitable[None]]] = {
             Step.OPEN: self._open,
             Step.REPORT: self._report,
@@ -66,7 +73,13 @@ class Steps:
     async def _open(self, writes: Writes, attempt: AttemptRecord, epoch: int) -> None:
         with self._journal.read() as txn:
             record = txn.runs.get(attempt.run) or RunRecord(attempt.run)
-            ended = {one.attempt for one in txn.attempts.scan() if one.run == attempt.run and one.state.final}
+            saves = [one for one in txn.attempts.scan() if one.run == attempt.run]
+        ended = {one.attempt for one in saves if one.state.final}
+        same = [one for one in saves if one.generation == attempt.generation and not one.foreign]
+        if not attempt.foreign and self._settings.count > 1:
+            doubt = joining.doubtful(same, self._started)
+            if doubt is not None:
+                raise Unpublishable(joining.doubts(doubt))
         names, count = expected(attempt, self._settings)
         ours = sealing.opening(
             attempt, epoch=epoch, ordinal=record.ordinal + 1, owner=self._who.owner, members=names, count=count
@@ -87,7 +100,9 @@ class Steps:
         with _condemns("report"):
             ours = sealing.report(attempt, shards, member=settings.member, host=settings.host, writer=settings.writer)
             close = sealing.closing(attempt, settings.member)
-            await writes.create(keys.close(attempt.run, attempt.attempt), close, sealing.same_close)
+            standing, _ = await writes.create(keys.close(attempt.run, attempt.attempt), close, sealing.same_close)
+            if apart := sealing.closed_together(attempt, standing, settings.member):
+                raise Unpublishable(apart)
             key = keys.member(attempt.run, attempt.attempt, settings.member)
             _, pin = await writes.create(key, ours, sealing.same_report)
         alone = attempt.count == 1 and attempt.members in ((), (settings.member,))

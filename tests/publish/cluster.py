@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 
 import trio
 
-from cachefs import clock
 from cachefs.formats.records import AttemptRecord, State
 from cachefs.journal import Journal, Txn
 from cachefs.publish.collecting import Collector
@@ -24,7 +23,7 @@ from cachefs.publish.settings import Settings
 from cachefs.publish.writes import Writes
 from cachefs.restore.reader import read_pointer
 from cachefs.store.base import ObjectStore
-from cachefs.store.hop import Inline
+from cachefs.store.hop import Hop, Inline
 from tests.publish.stage import RUN, Member
 
 T = TypeVar("T")
@@ -46,11 +45,11 @@ class Node(Member):
 
     journal_type = InlineJournal
     settings: Settings
+    hop: Hop = Inline()
     scope: trio.CancelScope | None = None
     dead: trio.Event
     started: int | None = None
     """The serial of the newest save when the daemon started; None for now."""
-    incarnation = ""
     deaf = False
     """Ignores what it is asked to close."""
 
@@ -90,11 +89,7 @@ class Node(Member):
         self, *, completeness: Completeness = no_checks, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
     ) -> None:
         """Be a daemon until killed: what engine.py starts."""
-        with self.journal.read() as txn:
-            meta = txn.meta.get("meta")
-        if self.started is None:
-            self.started = meta.serial if meta else 0
-        self.incarnation = self.incarnation or clock.new_id()
+        self.started = self.newest()
         self.dead = trio.Event()
         with trio.CancelScope() as self.scope:
             async with trio.open_nursery() as nursery:
@@ -106,7 +101,6 @@ class Node(Member):
                     self.settings,
                     nursery,
                     started=self.started,
-                    incarnation=self.incarnation,
                     close=self.asked,
                 )
                 looking = Looking(self.journal, self._writes(), self.settings, looker, collector)
@@ -117,8 +111,16 @@ class Node(Member):
                     looking.wake()
         self.dead.set()
 
+    def newest(self) -> int:
+        """Return the serial of the newest save when the daemon started."""
+        if self.started is not None:
+            return self.started
+        with self.journal.read() as txn:
+            meta = txn.meta.get("meta")
+        return meta.serial if meta else 0
+
     def _writes(self) -> Writes:
-        return Writes(self.store, self.keys, Inline())
+        return Writes(self.store, self.keys, self.hop)
 
     async def _own(self, nursery: trio.Nursery, completeness: Completeness) -> Collector:
         ownership = self.ownership()
@@ -139,12 +141,13 @@ class Node(Member):
             self.journal,
             self.store,
             self.keys,
-            Inline(),
+            self.hop,
             self.pins,
             ownership,
             self.settings,
             completeness=completeness,
             take_over=collector.take_over,
+            started=self.newest(),
         )
         await nursery.start(publisher.run)
         nursery.start_soon(self._wake, wake)

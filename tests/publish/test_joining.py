@@ -26,8 +26,8 @@ def save(serial: int, state: State = State.OPEN, **fields: Any) -> AttemptRecord
     return msgspec.structs.replace(base, **fields)
 
 
-def decided(offers: list[SharedRecord], saves: list[AttemptRecord], *, looked: int = 0, started: int = 0) -> Any:
-    return decide(offers, saves, member="b", looked=looked, started=started)
+def decided(offers: list[SharedRecord], saves: list[AttemptRecord], *, started: int = 0) -> Any:
+    return decide(offers, saves, member="b", started=started)
 
 
 def test_one_save_and_one_attempt() -> None:
@@ -40,17 +40,44 @@ def test_nothing_is_decided_before_there_is_a_save_or_a_close() -> None:
     assert decided([offer("o", close=CLOSE)], []) == [Absent("o")]
 
 
-def test_a_save_that_was_abandoned_since_the_last_look_is_this_ones_part() -> None:
-    (only,) = decided([offer("o")], [save(4, State.ABANDONED, error="torn")], looked=3)
-    assert only == Refuse("o", "its save was abandoned: torn")
-    assert decided([offer("o", close=CLOSE)], [save(4, State.ABANDONED)], looked=4) == [Absent("o")], "an older one"
+def test_a_save_that_was_abandoned_without_an_attempt_may_be_any_attempts_part() -> None:
+    """The attempt may be opened long after the save began, and after the next save of the name."""
+    torn = save(4, State.ABANDONED, error="torn")
+    for saves in ([torn], [torn, save(5)]):
+        (only,) = decided([offer("o")], saves)
+        assert isinstance(only, Refuse)
+        assert "abandoned (torn)" in only.reason
+    assert decided([offer("o")], [torn, save(5)], started=4) == [Join("o", "s5")], "the training has started again"
+    (only,) = decided([offer("o", close=CLOSE)], [torn], started=4)
+    assert isinstance(only, Refuse), "but it had a part in some save of the name"
+
+
+def test_only_the_whole_part_of_another_attempt_is_known() -> None:
+    over = {"opened_epoch": 1, "ordinal": 0, "closed_at": 1.0}
+    assert decided([offer("o")], [save(1, State.ABANDONED, **over), save(2)]) == [Join("o", "s2")]
+    for doubt in ({"rewritten": True}, {"closed_at": None}, {"opened_epoch": None}):
+        (only,) = decided([offer("o")], [save(1, State.ABANDONED, **over | doubt), save(2)])
+        assert isinstance(only, Refuse), doubt
+
+
+def test_a_save_that_waited_when_the_attempt_was_found_is_a_candidate() -> None:
+    """Also when the training has started again since, and writes the name a second time."""
+    (only,) = decided([offer("o", waiting=("s1",))], [save(1, State.ABANDONED), save(2)], started=1)
+    assert isinstance(only, Refuse)
+
+
+def test_joins_keep_the_order_of_the_saves() -> None:
+    older, newer = save(1), save(2, State.PUBLISHED, opened_epoch=1, ordinal=1, closed_at=1.0)
+    (only,) = decided([offer("o", ordinal=2)], [older, newer])
+    assert isinstance(only, Refuse)
+    assert "different orders" in only.reason
+    assert decided([offer("o", ordinal=2)], [newer, save(3)]) == [Join("o", "s3")]
 
 
 @pytest.mark.parametrize(
     ("offers", "saves"),
     [
         (["o"], [save(1), save(2)]),
-        (["o"], [save(1, State.ABANDONED), save(2)]),
         (["o", "p"], [save(1)]),
         (["o", "p"], [save(1, State.STAGED), save(2)]),
     ],
@@ -114,11 +141,9 @@ offers = st.lists(
 ).map(lambda found: [offer(f"o{number}", **fields) for number, fields in enumerate(found)])
 
 
-@given(offers, saves, st.integers(0, 4), st.integers(0, 4))
-def test_what_holds_for_every_decision(
-    found: list[SharedRecord], mine: list[AttemptRecord], looked: int, started: int
-) -> None:
-    decisions = decided(found, mine, looked=looked, started=started)
+@given(offers, saves, st.integers(0, 4))
+def test_what_holds_for_every_decision(found: list[SharedRecord], mine: list[AttemptRecord], started: int) -> None:
+    decisions = decided(found, mine, started=started)
     shared = [one.shared for one in decisions]
     assert len(set(shared)) == len(shared), "one decision for an attempt"
     joined = [one.local for one in decisions if isinstance(one, Join)]

@@ -37,12 +37,10 @@ async def test_the_looks_of_512_members(tmp_path: Path) -> None:
     names = tuple(f"m{number}" for number in range(members))
     async with trio.open_nursery() as nursery:
         cluster = Cluster(tmp_path, store, nursery)
-        await cluster.add("m0", owner=True, names=names, count=members)
+        for name in names:
+            await cluster.add(name, owner=name == "m0", names=names, count=members)
         cluster.save("step-1", 1, m0={"a": b"bytes"})
-        await trio.sleep(10)
-        for name in names[1:]:
-            await cluster.add(name, owner=False, names=names, count=members)
-        await trio.sleep(40)  # all have looked and know the attempt
+        await trio.sleep(1.5 * members / LISTS)  # all have listed the runs, and know the attempt
         store.calls.clear()
         began = trio.current_time()
         await trio.sleep(seconds)
