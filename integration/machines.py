@@ -72,11 +72,14 @@ class Machine(Node):
         super().__init__(root / name, store, **settings)
         self.name = name
         self.address = switch.next_address()
-        self.mountpoint = root / "mnt" / "ckpt"
         self._private = root / "mnt"
         self._cable = f"cfs-{name}"
         self._plug: subprocess.Popen[str] | None = None
         self._private.mkdir(exist_ok=True)
+
+    @property
+    def mountpoint(self) -> Path:
+        return self._private / "ckpt"
 
     @property
     def first(self) -> int:

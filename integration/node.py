@@ -49,8 +49,6 @@ class Node:
         self.root = root
         self.mnt = root / "mnt"
         """Where the tests see the mount."""
-        self.mountpoint = self.mnt
-        """Where the daemon's own machine sees it."""
         self.staging = root / "staging"
         self.log = root / "daemon.log"
         self.store = store
@@ -58,6 +56,11 @@ class Node:
         self.environ = {**os.environ, **(environ or {})}
         self.process: subprocess.Popen[bytes] | None = None
         root.mkdir(parents=True, exist_ok=True)
+
+    @property
+    def mountpoint(self) -> Path:
+        """Return where the daemon's own machine sees the mount."""
+        return self.mnt
 
     def command(self, *extra: str) -> list[str]:
         defaults = (

@@ -402,5 +402,6 @@ def test_an_owner_lost_for_good(site: Site, stage: str) -> None:
         for one in (a, b):
             if one.process is not None:
                 one.kill()
-            one.start()
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(Machine.start, (a, b)))
     site.next_save_is_published()
