@@ -24,6 +24,8 @@ from integration.world import (
 
 pytestmark = [pytest.mark.mount, pytest.mark.server]
 
+SURE = ("node", "--probe-interval", "0")
+"""A node that does not probe the store once more, and wait, before it calls a save damaged."""
 LARGE, SMALL = "model-1.safetensors", "model-2.safetensors"
 
 
@@ -75,7 +77,7 @@ def test_other_bytes_under_a_key_of_ours_end_that_save_and_no_other(world: World
     """Wherever another writer was first with other bytes, nothing is overwritten, the save is abandoned with the
     reason, and the next one is published (races 16, 17, 21, 26).
     """
-    node, others = world.node(), Others(world)
+    node, others = world.node(*SURE), Others(world)
     same_size = bytes(len(files(0)[LARGE]))
 
     def instead_of_the_upload(request: Request) -> None:
@@ -181,7 +183,7 @@ def test_a_part_damaged_on_its_way_is_sent_again_where_the_store_checks(world: W
 
 def test_a_part_damaged_on_its_way_is_found_by_the_restore_test_where_the_store_does_not_check(world: World) -> None:
     """The server takes the wrong bytes: the restore test names the file, and they are not published (race 24)."""
-    node = world.node()
+    node = world.node(*SURE)
     for step, (operation, name, _) in enumerate(DAMAGED, 1):
         rule = world.proxy.on(operation, damaged(flip), key=name)
         save(node.mnt / "run" / f"step-{step}", files(step))
@@ -199,7 +201,7 @@ def test_a_restore_test_that_does_not_read_the_pinned_bytes_fails(world: World) 
     """The store ignores the range, or the version: what comes back is whole, right or newer, and is not what was asked
     for (race 27).
     """
-    node, others = world.node(), Others(world)
+    node, others = world.node(*SURE), Others(world)
     manifest = Hold()
 
     def whole_version(step: int) -> None:
