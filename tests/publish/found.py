@@ -155,3 +155,82 @@ FOUND: dict[str, Scenario] = {
         seed=2036,
     ),
 }
+
+STILL_BAD: dict[str, Scenario] = {
+    "a disk is lost and the name written again": Scenario(
+        saves=(
+            Save(generation="step-2", step=2, writers=(0, 1, 2, 3), marker=2, gap=20.0, files=2),
+            Save(generation="step-1", step=1, writers=(0, 1, 2, 3), marker=0, gap=20.0, files=2),
+            Save(generation="step-4", step=4, writers=(2, 3), marker=0, gap=1.0, files=1),
+            Save(generation="step-2", step=2, writers=(0, 1, 2, 3), marker=0, gap=0.0, files=1),
+        ),
+        events=(
+            Event(at=20.677153197780672, what="cut", node=0, seconds=3.0),
+            Event(at=18.389499866752825, what="owner", node=2, seconds=90.0),
+            Event(at=1.0, what="engine", node=4, seconds=90.0),
+            Event(at=30.0, what="disk", node=2, seconds=90.0),
+            Event(at=0.0, what="engine", node=2, seconds=20.0),
+        ),
+        rates=Rates(lost=0.01, unheard=0.0, held=0.01, copied=0.0, refused=0.0, slow=0.01, lagging=0.08, crash=0.0),
+        members=4,
+        named=False,
+        promoter=True,
+        seed=1795375,
+    ),
+    "an owner changes while a name is written again": Scenario(
+        saves=(
+            Save(generation="step-1", step=1, writers=(0, 1), marker=0, gap=20.0, files=1),
+            Save(generation="step-1", step=1, writers=(0, 1), marker=1, gap=5.0, files=2),
+            Save(generation="step-1", step=1, writers=(0, 1), marker=0, gap=5.0, files=1),
+            Save(generation="step-3", step=3, writers=(1,), marker=1, gap=20.0, files=2),
+            Save(generation="step-3", step=3, writers=(1,), marker=0, gap=20.0, files=2),
+            Save(generation="step-3", step=3, writers=(1,), marker=1, gap=20.0, files=1),
+        ),
+        events=(
+            Event(at=1.869261505161433, what="cut", node=3, seconds=20.0),
+            Event(at=15.0, what="engine", node=1, seconds=20.0),
+            Event(at=58.79009377729852, what="pause", node=4, seconds=3.0),
+            Event(at=22.848911019559587, what="pause", node=0, seconds=20.0),
+            Event(at=15.0, what="owner", node=3, seconds=3.0),
+        ),
+        rates=Rates(lost=0.01, unheard=0.0, held=0.0, copied=0.01, refused=0.08, slow=0.01, lagging=0.03, crash=0.0),
+        members=2,
+        named=False,
+        promoter=False,
+        seed=94075,
+    ),
+    "an owner changes during the first save, and neither record ends": Scenario(
+        saves=(
+            Save(generation="step-1", step=1, writers=(1,), marker=1, gap=1.0, files=2),
+            Save(generation="step-2", step=2, writers=(0, 1), marker=0, gap=5.0, files=2),
+        ),
+        events=(Event(at=0.0, what="owner", node=1, seconds=90.0),),
+        rates=Rates(lost=0.0, unheard=0.0, held=0.0, copied=0.01, refused=0.01, slow=0.03, lagging=0.03, crash=0.0),
+        members=2,
+        named=False,
+        promoter=False,
+        seed=0,
+    ),
+    "a member is restarted while a name is written again": Scenario(
+        saves=(
+            Save(generation="step-3", step=3, writers=(0, 1, 2), marker=1, gap=1.0, files=2),
+            Save(generation="last", step=2, writers=(1, 2), marker=2, gap=5.0, files=2),
+            Save(generation="last", step=3, writers=(1, 2), marker=1, gap=5.0, files=2),
+            Save(generation="last", step=4, writers=(1, 2), marker=2, gap=0.0, files=1),
+            Save(generation="step-4", step=4, writers=(0, 1, 2), marker=1, gap=5.0, files=1),
+            Save(generation="step-1", step=1, writers=(1, 2), marker=1, gap=5.0, files=1),
+        ),
+        events=(
+            Event(at=23.734731446164254, what="engine", node=0, seconds=3.0),
+            Event(at=47.320552497898206, what="node", node=0, seconds=3.0),
+            Event(at=4.0884597478797574e-55, what="owner", node=4, seconds=20.0),
+            Event(at=47.320552497898206, what="owner", node=4, seconds=20.0),
+        ),
+        rates=Rates(lost=0.01, unheard=0.0, held=0.01, copied=0.0, refused=0.03, slow=0.03, lagging=0.03, crash=0.0),
+        members=3,
+        named=False,
+        promoter=True,
+        seed=17613,
+    ),
+}
+"""Worlds that are not mended yet."""
