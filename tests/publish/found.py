@@ -154,9 +154,6 @@ FOUND: dict[str, Scenario] = {
         promoter=True,
         seed=2036,
     ),
-}
-
-STILL_BAD: dict[str, Scenario] = {
     "a disk is lost and the name written again": Scenario(
         saves=(
             Save(generation="step-2", step=2, writers=(0, 1, 2, 3), marker=2, gap=20.0, files=2),
@@ -199,6 +196,9 @@ STILL_BAD: dict[str, Scenario] = {
         promoter=False,
         seed=94075,
     ),
+}
+
+STILL_BAD: dict[str, Scenario] = {
     "an owner changes during the first save, and neither record ends": Scenario(
         saves=(
             Save(generation="step-1", step=1, writers=(1,), marker=1, gap=1.0, files=2),
