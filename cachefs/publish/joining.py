@@ -138,11 +138,16 @@ def _granted(offer: SharedRecord, save: AttemptRecord) -> Decision:
 
 
 def _without(offers: Sequence[SharedRecord], saves: Sequence[AttemptRecord]) -> list[Decision]:
-    busy = [save for save in saves if not save.state.final]
-    if busy:  # it may be this one's part, and was given to another
+    """Decide about closed attempts of a name under which no save of this member waits."""
+    newest = max(saves, key=lambda save: save.serial, default=None)
+    reason = ""
+    if any(not save.state.final for save in saves):  # it may be this one's part, and was given to another
         reason = "the save of this member belongs to another attempt"
-        return [Refuse(offer.attempt, reason) for offer in offers if offer.close is not None]
-    return [Absent(offer.attempt) for offer in offers if offer.close is not None]
+    elif newest is not None and newest.state is State.ABANDONED:
+        # A member that was away for long asks for the same save once more, after the others have given theirs up.
+        reason = f"the last save of this name was abandoned on this member, and may be the same: {newest.error}"
+    closed = [offer for offer in offers if offer.close is not None]
+    return [Refuse(offer.attempt, reason) if reason else Absent(offer.attempt) for offer in closed]
 
 
 def unwanted(offers: Sequence[SharedRecord], save: AttemptRecord, member: str) -> str:

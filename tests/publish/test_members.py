@@ -155,6 +155,29 @@ async def test_a_missing_member(clusters: Clusters, declared_warnings: DeclaredW
         assert gone.closed
 
 
+async def test_a_member_that_asks_for_a_save_that_the_others_have_given_up(
+    clusters: Clusters, declared_warnings: DeclaredWarnings
+) -> None:
+    """It was away when the attempt was open, and has a marker of its own: its part alone is no generation."""
+    declared_warnings("generation abandoned")
+    declared_warnings("cannot take part")
+    async with clusters() as cluster:
+        await cluster.start("a", "b", "c")
+        await cluster.nodes["c"].kill()
+        away = cluster.nodes.pop("c")
+        saves = cluster.save("step-1", 1, a=A, b=B)
+        cluster.nodes["a"].mark(saves["a"])
+        await cluster.until_state("step-1", State.ABANDONED)
+        c = Node(cluster.root, cluster.store, name="c")
+        c.settings, c.started = away.settings, away.started
+        c.mark(c.write("step-1", 1, C))
+        cluster.nodes["c"] = c
+        await cluster.nursery.start(c.live)
+        await cluster.until_state("step-1", State.ABANDONED)
+        assert "may be the same" in c.latest("step-1").error
+        assert cluster.published() == []
+
+
 async def test_different_bytes_in_one_path(clusters: Clusters, declared_warnings: DeclaredWarnings) -> None:
     declared_warnings("generation abandoned")
     async with clusters() as cluster:
