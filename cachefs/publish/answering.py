@@ -1,0 +1,143 @@
+"""A member's answers: its report of each attempt, its share of the restore test, and what became of the attempt."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from functools import partial
+
+import msgspec
+import structlog
+import trio
+
+from cachefs.errors import CachefsError, CorruptError
+from cachefs.formats.codec import decode
+from cachefs.formats.manifest import Abandoned, Manifest, Pin
+from cachefs.formats.records import AttemptRecord, SharedRecord, State
+from cachefs.journal import Journal
+from cachefs.publish import joined, sealing
+from cachefs.publish.promotion import left_the_list
+from cachefs.publish.settings import Confirm, Settings
+from cachefs.publish.sharing import read_share
+from cachefs.publish.steps import forget_shards
+from cachefs.publish.writes import Conflict, Writes, pin_of
+from cachefs.restore.reader import Seen
+
+_log = structlog.get_logger(__name__)
+
+
+class Answers:
+    """The answers of one member. Shares of restore tests are read in `nursery`; `confirm` is asked before damage is
+    reported.
+    """
+
+    def __init__(
+        self, journal: Journal, writes: Writes, settings: Settings, nursery: trio.Nursery, confirm: Confirm
+    ) -> None:
+        self._journal = journal
+        self._writes = writes
+        self._settings = settings
+        self._nursery = nursery
+        self._confirm = confirm
+        self._testing: set[tuple[str, int]] = set()
+
+    async def answer(self, run: str, absent_since: Mapping[str, float]) -> None:
+        """Report in the order of the attempts: a later one that is complete first would be promoted first, and have
+        this one refused for its older step. One that is closed and not ready holds back those after it.
+
+        `absent_since` is since when this member is known to have no save of an attempt. Raises the store's errors.
+        """
+        saves = {save.attempt: save for save in joined.saves(self._journal, run)}
+        for record in joined.shared(self._journal, run):
+            if record.report is not None or not self._expected(record):
+                continue
+            save = saves.get(record.local)
+            refused = record.refused
+            if record.local and (save is None or save.state is State.ABANDONED):
+                refused = f"its save was abandoned: {save.error if save else 'it was removed'}"
+            if refused:
+                await self._report(record, save, refused)
+            elif save is not None and save.state is State.FLUSHED and record.close is not None:
+                apart = sealing.closed_together(save, record.close, self._settings.member)
+                if apart:
+                    await self._journal.write(partial(joined.abandon, save, apart))
+                await self._report(record, save, apart)
+            elif save is None and self._is_absent(absent_since.get(record.attempt)):
+                await self._report(record, None, "")
+            elif record.close is not None and (save is None or save.closed_at is not None):
+                break
+
+    def _expected(self, record: SharedRecord) -> bool:
+        return not record.members or self._settings.member in record.members
+
+    def _is_absent(self, since: float | None) -> bool:
+        return since is not None and trio.current_time() - since >= self._settings.absent_after
+
+    async def _report(self, record: SharedRecord, save: AttemptRecord | None, error: str) -> None:
+        settings = self._settings
+        key = self._writes.keys.member(record.run, record.attempt, settings.member)
+        who = {"member": settings.member, "host": settings.host, "writer": settings.writer}
+        if save is not None and not error:
+            with self._journal.read() as txn:
+                shards = txn.shards_of(save.attempt)
+            ours = sealing.report(save, shards, **who)
+        else:
+            ours = sealing.empty_report(record, error=error, **who)
+        try:
+            _, pin = await self._writes.create(key, ours, sealing.same_report)
+        except Conflict:  # an earlier daemon of this name has answered, and its answer stands
+            found = await self._writes.read(self._writes.store.get, key)
+            if found is None:
+                raise
+            pin = pin_of(found[0], hashlib.sha256(found[1]).hexdigest())
+            error = f"an earlier daemon of member {settings.member} has answered for this attempt"
+            if save is not None:
+                await self._journal.write(partial(joined.abandon, save, error))
+        answered = msgspec.structs.replace(record, report=pin, refused=error)
+        await self._journal.write(partial(joined.answered, answered))
+
+    async def test(self, run: str, seen: Seen) -> None:
+        """Begin to read this member's share of every manifest that is sealed under the current epoch."""
+        if self._settings.owner:
+            return  # as part of the publisher's step
+        epoch = seen.pointer.epoch
+        for record in joined.shared(self._journal, run):
+            if record.report is None or record.refused or record.tested == epoch or not self._expected(record):
+                continue
+            key = self._writes.keys.manifest(run, record.attempt, opened=record.epoch, sealed=epoch)
+            if (record.attempt, epoch) in self._testing:
+                continue
+            found = await self._writes.hop(self._writes.store.get, key)
+            if found is not None:
+                pin = pin_of(found[0], hashlib.sha256(found[1]).hexdigest())
+                self._testing.add((record.attempt, epoch))
+                self._nursery.start_soon(self._test_share, record, decode(found[1], Manifest, key), pin)
+
+    async def _test_share(self, record: SharedRecord, manifest: Manifest, pin: Pin) -> None:
+        member, keys = self._settings.member, self._writes.keys
+        try:
+            ours = await read_share(self._writes, manifest, self._settings, pin)
+            if ours.error:
+                await self._confirm(CorruptError(ours.error))
+            key = keys.member_test(record.run, record.attempt, manifest.epoch, member)
+            await self._writes.create(key, ours, sealing.same_test)
+            await self._journal.write(partial(joined.tested, record.attempt, manifest.epoch))
+        except CachefsError as error:  # the next look begins again
+            _log.warning("cannot test my share", generation=record.generation, reason=str(error))
+        finally:
+            self._testing.discard((record.attempt, manifest.epoch))
+
+    async def conclude(self, run: str, seen: Seen) -> None:
+        """Record what became of attempts that are not on the list any more."""
+        listed = {entry.attempt for entry in seen.pointer.open}
+        for record in joined.shared(self._journal, run):
+            if record.attempt in listed or seen.pointer.seq < record.seq:
+                continue
+            published = await left_the_list(self._writes, run, seen, record.attempt)
+            reason = ""
+            if published is None:
+                key = self._writes.keys.abandoned(run, record.attempt)
+                found = await self._writes.hop(self._writes.store.get, key)
+                reason = decode(found[1], Abandoned, key).reason if found else "its owner has ended it"
+            await self._journal.write(partial(joined.ended, record, published, reason))
+            await self._journal.write(lambda txn: forget_shards(txn, run))
