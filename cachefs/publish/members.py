@@ -2,8 +2,8 @@
 
 A look reads the run's pointer, whose list names the open attempts, and for each of them one small object: its close
 record until there is one, then the manifest. Everything a look finds out is in the journal before anything follows from
-it (SharedRecord, joined.py), so a restart goes on. joining.py decides which save belongs to which attempt; the answers are
-given in answering.py; the owner's side is collecting.py.
+it (SharedRecord, joined.py), so a restart goes on. joining.py decides which save belongs to which attempt; the answers
+are given in answering.py; the owner's side is collecting.py.
 """
 
 from __future__ import annotations
