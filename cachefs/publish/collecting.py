@@ -65,7 +65,7 @@ class Collector:
     async def look(self, run: str, seen: Seen | None) -> None:
         """Look at a run once and do what follows; `seen` is its pointer. Raises FencedError, and the store's errors."""
         wishes = await self._wanted(run, seen) if self._settings.count > 1 else {}
-        if wishes or (seen is not None and self._unknown(seen)):
+        if wishes or (seen is not None and (self._unknown(seen) or self._over(seen))):
             await self._ownership.acquire(run)
         if self._ownership.epoch(run) is None:
             return
@@ -272,11 +272,15 @@ class Collector:
 
     # the end
 
-    async def _end(self, run: str, seen: Seen) -> None:
-        """Say of attempts on the list that were abandoned why, and take them off it."""
+    def _over(self, seen: Seen) -> list[AttemptRecord]:
+        """Return the attempts on the list that this daemon has abandoned, perhaps an earlier process of it."""
         with self._journal.read() as txn:
             records = [txn.attempts.get(entry.attempt) for entry in seen.pointer.open]
-        over = [one for one in records if one is not None and one.state is State.ABANDONED and not one.shared]
+        return [one for one in records if one is not None and one.state is State.ABANDONED and not one.shared]
+
+    async def _end(self, run: str, seen: Seen) -> None:
+        """Say of attempts on the list that were abandoned why, and take them off it."""
+        over = self._over(seen)
         epoch = self._ownership.epoch(run)
         if not over or epoch is None:
             return

@@ -196,21 +196,6 @@ FOUND: dict[str, Scenario] = {
         promoter=False,
         seed=94075,
     ),
-}
-
-STILL_BAD: dict[str, Scenario] = {
-    "an owner changes during the first save, and neither record ends": Scenario(
-        saves=(
-            Save(generation="step-1", step=1, writers=(1,), marker=1, gap=1.0, files=2),
-            Save(generation="step-2", step=2, writers=(0, 1), marker=0, gap=5.0, files=2),
-        ),
-        events=(Event(at=0.0, what="owner", node=1, seconds=90.0),),
-        rates=Rates(lost=0.0, unheard=0.0, held=0.0, copied=0.01, refused=0.01, slow=0.03, lagging=0.03, crash=0.0),
-        members=2,
-        named=False,
-        promoter=False,
-        seed=0,
-    ),
     "a member is restarted while a name is written again": Scenario(
         saves=(
             Save(generation="step-3", step=3, writers=(0, 1, 2), marker=1, gap=1.0, files=2),
@@ -231,6 +216,33 @@ STILL_BAD: dict[str, Scenario] = {
         named=False,
         promoter=True,
         seed=17613,
+    ),
+    "an owner dies before it has said why": Scenario(
+        saves=(
+            Save(generation="step-3", step=3, writers=(0, 1, 2), marker=0, gap=1.0, files=2),
+            Save(generation="step-3", step=3, writers=(0, 1, 2), marker=1, gap=0.0, files=1),
+        ),
+        events=(),
+        rates=Rates(lost=0.01, unheard=0.0, held=0.01, copied=0.0, refused=0.08, slow=0.0, lagging=0.03, crash=0.01),
+        members=3,
+        named=False,
+        promoter=False,
+        seed=1,
+    ),
+}
+
+STILL_BAD: dict[str, Scenario] = {
+    "an owner changes during the first save, and neither record ends": Scenario(
+        saves=(
+            Save(generation="step-1", step=1, writers=(1,), marker=1, gap=1.0, files=2),
+            Save(generation="step-2", step=2, writers=(0, 1), marker=0, gap=5.0, files=2),
+        ),
+        events=(Event(at=0.0, what="owner", node=1, seconds=90.0),),
+        rates=Rates(lost=0.0, unheard=0.0, held=0.0, copied=0.01, refused=0.01, slow=0.03, lagging=0.03, crash=0.0),
+        members=2,
+        named=False,
+        promoter=False,
+        seed=0,
     ),
 }
 """Worlds that are not mended yet."""

@@ -134,6 +134,26 @@ async def test_members_of_whom_only_the_number_is_known(clusters: Clusters) -> N
         assert shards(cluster) == {"a.bin": "a", "b.bin": "b"}
 
 
+async def test_an_owner_that_dies_before_it_has_said_why(
+    clusters: Clusters, declared_warnings: DeclaredWarnings
+) -> None:
+    """The attempt is abandoned in its journal and still on the list: started again, it has nothing else to do there."""
+    declared_warnings("generation abandoned")
+    async with clusters(
+        FaultyStore(memory(), rules(Rule("put", lost_request, key=ends("abandoned.json"), nth=0)))
+    ) as c:
+        await c.start("a", "b")
+        saves = c.save("step-1", 1, a={"same": b"one"}, b={"same": b"two"})
+        c.nodes["a"].mark(saves["a"])
+        await c.until_state("step-1", State.ABANDONED, "a")
+        await trio.sleep(50)
+        assert c.nodes["b"].latest("step-1").state is State.FLUSHED
+        store.plan = rules()
+        await c.restart("a")
+        await c.until_state("step-1", State.ABANDONED, "b")
+        assert "different bytes" in c.nodes["b"].latest("step-1").error
+
+
 async def test_a_missing_member(clusters: Clusters, declared_warnings: DeclaredWarnings) -> None:
     """It is named, on every member; the pointer stays; the next save is published without the operator."""
     declared_warnings("generation abandoned")

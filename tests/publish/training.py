@@ -137,7 +137,9 @@ async def make(world: World, save: Save) -> Truth:
     if earlier and not earlier[-1].marked:
         # What the last, unfinished save left must be written over.
         writers |= set(earlier[-1].parts)
-        save = replace(save, files=max(save.files, *earlier[-1].parts.values()))
+    # A directory that is written again with fewer files keeps the others, and they are published with it, on one node
+    # as on several: no later save of a name has fewer.
+    save = replace(save, files=max(save.files, *(count for one in earlier for count in one.parts.values()), 0))
     number = len(world.judge.saves) + 1
     truth = world.judge.saves[number] = Truth(number, save.generation, dict.fromkeys(sorted(writers), save.files))
     lives = {name: world.nodes[name].mount for name in members}
