@@ -139,9 +139,8 @@ async def test_an_owner_that_dies_before_it_has_said_why(
 ) -> None:
     """The attempt is abandoned in its journal and still on the list: started again, it has nothing else to do there."""
     declared_warnings("generation abandoned")
-    async with clusters(
-        FaultyStore(memory(), rules(Rule("put", lost_request, key=ends("abandoned.json"), nth=0)))
-    ) as c:
+    store = FaultyStore(memory(), rules(Rule("put", lost_request, key=ends("abandoned.json"), nth=0)))
+    async with clusters(store) as c:
         await c.start("a", "b")
         saves = c.save("step-1", 1, a={"same": b"one"}, b={"same": b"two"})
         c.nodes["a"].mark(saves["a"])
