@@ -229,9 +229,6 @@ FOUND: dict[str, Scenario] = {
         promoter=False,
         seed=1,
     ),
-}
-
-STILL_BAD: dict[str, Scenario] = {
     "an owner changes during the first save, and neither record ends": Scenario(
         saves=(
             Save(generation="step-1", step=1, writers=(1,), marker=1, gap=1.0, files=2),
@@ -245,4 +242,3 @@ STILL_BAD: dict[str, Scenario] = {
         seed=0,
     ),
 }
-"""Worlds that are not mended yet."""

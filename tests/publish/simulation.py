@@ -392,13 +392,17 @@ class World:
         for name in list(self.paused):
             self._resume(name)
         await self._settled(lambda: not self._restarting, "all nodes are up")
-        for node in list(self.nodes.values()):
-            if node.settings.owner and (node.name != self.owner or self._fenced(node)):
-                await self._restart(node.name, 1.0, mount=True)  # as the operator must
+        await self._operate()
         await self._settled(lambda: not self._unfinished(), "every closed save has ended")
         final = Save("final", 10**6, tuple(range(len(self.members))), 0)
         truth = await make(self, final)
         await self._settled(lambda: self._final(truth.generation), "the last save is published")
+
+    async def _operate(self) -> None:
+        """Start owners again that are not to own the run, or have lost it, as the operator must."""
+        for node in list(self.nodes.values()):
+            if node.settings.owner and (node.name != self.owner or self._fenced(node)):
+                await self._restart(node.name, 1.0, mount=True)
 
     def _fenced(self, node: SimNode) -> bool:
         with node.journal.read() as txn:
@@ -423,6 +427,8 @@ class World:
             if trio.current_time() > deadline:
                 raise Violation(f"not in {PATIENCE:g} s: {what}; " + "; ".join(self._unfinished()))
             await trio.sleep(1.0)
+            if self.network.calm:
+                await self._operate()  # an owner may find out late that it has lost the run
 
 
 @dataclass
