@@ -291,7 +291,7 @@ def test_a_machine_lost_for_good(site: Site, stage: str) -> None:
         for name in "ab":
             await_state(site.machines[name], site.path, "abandoned")
             assert (
-                "member c cannot take part: it was closed before"
+                "member c cannot take part: it was opened before"
                 in attempts(site.machines[name], site.path)[-1]["error"]
             )
         site.check()

@@ -94,12 +94,12 @@ def decide(
 def doubtful(saves: Sequence[AttemptRecord], started: int) -> AttemptRecord | None:
     """Return a save of which it is not known to which attempt its bytes belong; None if all are known.
 
-    A save that was abandoned without having been joined may be any attempt's part. One that was abandoned before it was
-    closed may go on in the next one. One whose files were written again holds two saves. None of them is the part of no
-    attempt: an attempt that is opened late may be the one.
+    A save that was abandoned without having been joined may be any attempt's part, also of one that is opened late. One
+    whose files were written again holds two saves. (One that was abandoned while it was open and goes on in the next
+    one is no doubt: a close takes all that is in the directory.)
     """
     for save in saves:
-        known = save.opened_epoch is not None and save.closed_at is not None and not save.rewritten
+        known = save.opened_epoch is not None and not save.rewritten
         if save.state is State.ABANDONED and save.serial > started and not known:
             return save
     return None

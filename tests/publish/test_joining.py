@@ -52,10 +52,13 @@ def test_a_save_that_was_abandoned_without_an_attempt_may_be_any_attempts_part()
     assert isinstance(only, Refuse), "but it had a part in some save of the name"
 
 
-def test_only_the_whole_part_of_another_attempt_is_known() -> None:
+def test_only_the_part_of_another_attempt_is_known() -> None:
+    """One that was abandoned while it was written, too: what follows takes all that is in the directory."""
     over = {"opened_epoch": 1, "ordinal": 0, "closed_at": 1.0}
     assert decided([offer("o")], [save(1, State.ABANDONED, **over), save(2)]) == [Join("o", "s2")]
-    for doubt in ({"rewritten": True}, {"closed_at": None}, {"opened_epoch": None}):
+    unclosed = save(1, State.ABANDONED, **over | {"closed_at": None})
+    assert decided([offer("o")], [unclosed, save(2)]) == [Join("o", "s2")]
+    for doubt in ({"rewritten": True}, {"opened_epoch": None}):
         (only,) = decided([offer("o")], [save(1, State.ABANDONED, **over | doubt), save(2)])
         assert isinstance(only, Refuse), doubt
 

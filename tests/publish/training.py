@@ -46,6 +46,8 @@ class _Tracked:
     stale: bool = False
     shards: dict[str, str] = field(default_factory=dict)
     """By path: the shard id."""
+    written: set[str] = field(default_factory=set)
+    """The paths written since the save was opened; others were in the directory before."""
     rewritten: float = 0.0
 
 
@@ -57,12 +59,14 @@ class Mount:
         self.judge = judge
         self.saves: dict[str, _Tracked] = {}
         self.closed: dict[str, set[str]] = {}
+        self.left: dict[str, dict[str, bytes]] = {}
+        """By generation: what a save that was ended before it closed has left in its directory."""
         with node.journal.read() as txn:
             for record in txn.attempts.scan():
                 if not record.foreign and not record.state.final and record.closed_at is None:
                     again = clock.monotonic() if record.rewritten else 0.0
                     shards = {shard.paths[0]: shard.shard for shard in txn.shards_of(record.attempt)}
-                    self.saves[record.generation] = _Tracked(record.attempt, True, shards, again)
+                    self.saves[record.generation] = _Tracked(record.attempt, True, shards, set(shards), again)
 
     def write(self, save: Save, path: str, body: bytes) -> None:
         """A file is written and closed."""
@@ -71,9 +75,13 @@ class Mount:
             if path not in self.closed.get(save.generation, {path}):
                 return  # a new file in a closed save is none of its files
             tracked = self._begin(save)
-        if path in tracked.shards:
+        if path in tracked.written:
             tracked.rewritten = clock.monotonic()
             self.node.journal.write_now(partial(written_again, attempt=tracked.attempt))
+        tracked.written.add(path)
+        self._pin(tracked, path, body)
+
+    def _pin(self, tracked: _Tracked, path: str, body: bytes) -> None:
         shard = clock.new_id()[-16:]
         self.node.write_file(tracked.attempt, shard, path, body, tracked.shards.get(path))
         tracked.shards[path] = shard
@@ -89,12 +97,15 @@ class Mount:
             if tracked.stale:
                 self.node.end(tracked.attempt, "superseded: written again after a restart")
             del self.saves[generation]
+            self.left[generation] = dict(self.judge.files.get(tracked.attempt, {}))
         return None
 
     def _begin(self, save: Save) -> _Tracked:
         self.closed.pop(save.generation, None)
         tracked = self.saves[save.generation] = _Tracked(clock.new_id())
         self.node.begin(tracked.attempt, save)
+        for path, body in self.left.pop(save.generation, {}).items():
+            self._pin(tracked, path, body)  # a close takes what is in the directory
         return tracked
 
     def close(self, generation: str, signal: str) -> None:
@@ -113,6 +124,7 @@ class Mount:
             return
         if tracked.rewritten > close.since:
             del self.saves[generation]
+            self.left[generation] = dict(self.judge.files.get(tracked.attempt, {}))
             self.node.end(tracked.attempt, "files were written again since this member last saw the attempt open")
         else:
             self.close(generation, f"{CLOSED_BY}{close.close.member}")
