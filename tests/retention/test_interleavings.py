@@ -6,7 +6,7 @@ interleavings.py says who is in the cast, and which orders are equal; of those o
     a reader with a lease                                15    31
     ... that may die at any moment                       30    31
     a rollback                                           51    31
-    a promotion of an attempt that its owner ends       450    30
+    a promotion of an attempt that its owner ends       506    30
     an owner that opens an orphaned attempt              97    30, 32
     a second collector                                  500    34
 """
@@ -31,7 +31,7 @@ CASTS: list[tuple[int, tuple[str, ...], dict[str, Any], set[str]]] = [
     (15, ("reader", "collector"), {}, {"Held", "NotFoundError"}),
     (30, ("reader", "collector"), {"dies": True}, {"Held", "NotFoundError", "dead"}),
     (51, ("rollback", "collector"), {}, {"RolledBack", "NotFoundError"}),
-    (450, ("promoter", "ender", "collector"), {}, {"Published", "Refused"}),
+    (506, ("promoter", "ender", "collector"), {}, {"NotOpen", "Published", "Refused"}),
     (97, ("opener", "collector"), {}, {"Published", "Refused"}),
     (500, ("collector", "other collector"), {}, {"Collected"}),
 ]
