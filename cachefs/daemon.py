@@ -292,7 +292,10 @@ class Daemon:
 
     def _report_pending(self) -> None:
         with self._journal.read() as txn:
-            waiting = [a for a in txn.attempts.scan() if a.closed_at is not None and not a.state.final]
+            # Of a foreign attempt nothing is on this disk.
+            waiting = [
+                a for a in txn.attempts.scan() if a.closed_at is not None and not a.state.final and not a.foreign
+            ]
             shards = [s for a in waiting for s in txn.shards_of(a.attempt) if s.pin is None]
             ours = [a for a in txn.attempts.scan() if not a.foreign]
             unfinished = [a.path for a in ours if a.closed_at is None and a.state is State.OPEN]
