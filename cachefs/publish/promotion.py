@@ -17,7 +17,7 @@ from cachefs.formats.records import RunRecord
 from cachefs.publish import rules
 from cachefs.publish.rules import Already, Cas, NotOpen, Refused
 from cachefs.publish.writes import Writes
-from cachefs.restore.reader import Seen, read_version
+from cachefs.restore.reader import Seen
 
 
 class Identity(msgspec.Struct, frozen=True):
@@ -59,7 +59,7 @@ async def announce(
     Raises FencedError when the run belongs to another epoch, CorruptError when the pointer is gone.
     """
     while True:
-        seen = await _seen(writes, run)
+        seen = await writes.standing_pointer(run)
         ours = rules.announce(seen, attempt, ended=ended, owner=who.owner, epoch=epoch, nonce=who.nonce(), at=who.at())
         if ours is None or isinstance(ours, Refused):
             return ours
@@ -70,17 +70,10 @@ async def announce(
 async def end(writes: Writes, run: str, ended: Collection[str], who: Identity, *, epoch: int) -> None:
     """Take attempts that will never be published off the pointer's list. May be repeated. Raises as `announce`."""
     while True:
-        seen = await _seen(writes, run)
+        seen = await writes.standing_pointer(run)
         ours = rules.end(seen, ended, owner=who.owner, epoch=epoch, nonce=who.nonce(), at=who.at())
         if ours is None or (await writes.swap(run, ours)).outcome is not Cas.LOST:
             return
-
-
-async def _seen(writes: Writes, run: str) -> Seen:
-    seen = await writes.pointer(run)
-    if seen is None:
-        raise rules.hidden(run)
-    return seen
 
 
 async def promote(
@@ -93,7 +86,7 @@ async def promote(
     an attempt that is published already is a success.
     """
     while True:
-        seen = await _seen(writes, run)
+        seen = await writes.standing_pointer(run)
         ours = rules.promote(
             seen,
             candidate,
@@ -124,7 +117,7 @@ async def _was_listed(writes: Writes, run: str, seen: Seen, candidate: Published
             return True
         if at.pointer.prev is None:
             return False
-        at = await writes.read(read_version, writes.store, writes.keys, run, at.pointer.prev)
+        at = await writes.before(run, at)
     return at is None
 
 
@@ -135,10 +128,10 @@ async def published_since(writes: Writes, run: str, seen: Seen, attempt: str, ep
     """
     at: Seen | None = seen
     while at is not None and at.pointer.epoch >= epoch:
-        published, prev = at.pointer.published, at.pointer.prev
+        published = at.pointer.published
         if published is not None and published.attempt == attempt:
             return published
-        at = await writes.read(read_version, writes.store, writes.keys, run, prev) if prev else None
+        at = await writes.before(run, at)
     return None
 
 
@@ -158,12 +151,7 @@ class Listed:
         at: Seen | None = seen
         while at is not None and at.pointer.seq > newest:
             found.update(entry.attempt for entry in at.pointer.open)
-            prev = at.pointer.prev
-            at = (
-                await self._writes.read(read_version, self._writes.store, self._writes.keys, run, prev)
-                if prev
-                else None
-            )
+            at = await self._writes.before(run, at)
         self._read[run] = max(newest, seen.pointer.seq), found
         return found
 
@@ -175,8 +163,8 @@ async def left_the_list(writes: Writes, run: str, seen: Seen, attempt: str) -> P
     """
     at: Seen | None = seen
     while at is not None and all(entry.attempt != attempt for entry in at.pointer.open):
-        published, prev = at.pointer.published, at.pointer.prev
+        published = at.pointer.published
         if published is not None and published.attempt == attempt:
             return published
-        at = await writes.read(read_version, writes.store, writes.keys, run, prev) if prev else None
+        at = await writes.before(run, at)
     return None

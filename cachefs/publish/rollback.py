@@ -16,7 +16,7 @@ from cachefs.publish import rules
 from cachefs.publish.promotion import Identity
 from cachefs.publish.rules import Already, Cas, Refused
 from cachefs.publish.writes import Writes
-from cachefs.restore.reader import Seen, read_version
+from cachefs.restore.reader import Seen
 
 
 class RolledBack(msgspec.Struct, frozen=True):
@@ -50,15 +50,8 @@ async def rollback(writes: Writes, run: str, seen: Seen, target: Published, who:
             return RolledBack(ours, seen.pointer.published, seen.pointer.open, swap.current.pointer.published)
         await writes.pause(ConditionFailed(f"the pointer of run {run!r} was replaced meanwhile"), retries)
         retries += 1
-        before, seen = seen, await _current(writes, run)
+        before, seen = seen, await writes.standing_pointer(run)
         retired.update(await _retired_since(writes, run, seen, before))
-
-
-async def _current(writes: Writes, run: str) -> Seen:
-    seen = await writes.pointer(run)
-    if seen is None:
-        raise rules.hidden(run)
-    return seen
 
 
 async def _retired_since(writes: Writes, run: str, seen: Seen, before: Seen) -> set[str]:
@@ -67,8 +60,7 @@ async def _retired_since(writes: Writes, run: str, seen: Seen, before: Seen) -> 
     at: Seen | None = seen
     while at is not None and at.pointer.seq > before.pointer.seq:
         found.update(at.pointer.retired)
-        prev = at.pointer.prev
-        at = await writes.read(read_version, writes.store, writes.keys, run, prev) if prev else None
+        at = await writes.before(run, at)
     if at is None:
         raise rules.broken(run, before.pointer.seq)
     return found

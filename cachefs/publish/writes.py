@@ -180,8 +180,7 @@ class Writes:
         chain: list[Seen | None] = [await self.pointer(run)]
         while (outcome := rules.classify_cas(ours, chain)) is Cas.WALK:
             last = chain[-1]
-            prev = last.pointer.prev if last else None
-            chain.append(await self.read(read_version, self.store, self.keys, run, prev) if prev else None)
+            chain.append(await self.before(run, last) if last else None)
         if outcome is Cas.HIDDEN:
             raise rules.hidden(run)
         return outcome, chain[0]
@@ -189,6 +188,18 @@ class Writes:
     async def pointer(self, run: str) -> Seen | None:
         """Return the current pointer; waits for a store that does not answer."""
         return await self.read(read_pointer, self.store, self.keys, run)
+
+    async def standing_pointer(self, run: str) -> Seen:
+        """Return the current pointer of a run that has one. Raises CorruptError when it is gone: the run is halted."""
+        seen = await self.pointer(run)
+        if seen is None:
+            raise rules.hidden(run)
+        return seen
+
+    async def before(self, run: str, seen: Seen) -> Seen | None:
+        """Return the version that a pointer replaced; None for the first, and for one that the store no longer has."""
+        prev = seen.pointer.prev
+        return await self.read(read_version, self.store, self.keys, run, prev) if prev else None
 
     async def check_never_existed(self, run: str) -> None:
         """Check that no version of the run's pointer exists, not even behind a delete marker. Raises CorruptError.

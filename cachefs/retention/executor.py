@@ -21,7 +21,7 @@ from cachefs import clock
 from cachefs.errors import CachefsError, ConditionFailed, CorruptError
 from cachefs.formats.lease import Lease
 from cachefs.publish import rules
-from cachefs.publish.rules import Cas, hidden
+from cachefs.publish.rules import Cas
 from cachefs.publish.writes import Writes, wait
 from cachefs.restore import leases
 from cachefs.restore.pool import run_all
@@ -193,9 +193,7 @@ class Collector:
         garbage = [entry for entry in versions if (entry.key, entry.version_id) not in named]
         if garbage or uploads:
             # After the listing: what was listed was garbage then, whatever another pass has finished since.
-            seen = await self._writes.pointer(run)
-            if seen is None:
-                raise hidden(run)
+            seen = await self._writes.standing_pointer(run)
             if attempt not in seen.pointer.retired:
                 return False
             await self._delete(garbage)
@@ -232,9 +230,7 @@ class Collector:
     async def _forget(self, run: str, emptied: Sequence[str]) -> None:
         """Take attempts of which nothing is left off the pointer's list."""
         while emptied:
-            seen = await self._writes.pointer(run)
-            if seen is None:
-                raise hidden(run)
+            seen = await self._writes.standing_pointer(run)
             ours = rules.retire(seen, (), swept=emptied, nonce=self._new_id(), at=self._at())
             if ours is None or (await self._writes.swap(run, ours)).outcome is not Cas.LOST:
                 return
