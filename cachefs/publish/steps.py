@@ -21,7 +21,7 @@ from cachefs.journal import Journal, Txn
 from cachefs.publish import joining, loading, promotion, sealing
 from cachefs.publish.promotion import Identity
 from cachefs.publish.restoretest import check_pinned, check_stored
-from cachefs.publish.rules import Refused, Step, hidden, releasable
+from cachefs.publish.rules import Refused, Step, releasable
 from cachefs.publish.sealing import Completeness
 from cachefs.publish.settings import Settings, expected
 from cachefs.publish.sharing import share_test
@@ -112,9 +112,7 @@ class Steps:
         run, keys = attempt.run, writes.keys
         if attempt.sealed_epoch is not None:
             # Sealed by an earlier process of ours, which may have promoted it and died before it could say so.
-            seen = await writes.pointer(run)
-            if seen is None:
-                raise hidden(run)
+            seen = await writes.standing_pointer(run)
             published = await promotion.published_since(writes, run, seen, attempt.attempt, attempt.sealed_epoch)
             if published is not None:
                 return await self._published(writes, attempt, published)
