@@ -6,6 +6,7 @@ import pickle
 import sys
 from dataclasses import dataclass, field
 from types import ModuleType
+from unittest.mock import patch
 
 
 @dataclass(frozen=True)
@@ -30,27 +31,25 @@ class Metadata:
 
 
 def metadata_pickle(names, protocol: int = 2, tensors: int = 3) -> bytes:
-    """Pickle a Metadata whose storage_data spreads `tensors` tensors over each shard."""
-    module = "torch.distributed.checkpoint.metadata"
-    parts = module.split(".")
-    added = []
+    """Pickle a Metadata whose storage_data spreads `tensors` tensors over each shard.
+
+    Other tests of the process may have the real torch loaded: its modules are put aside meanwhile, and not changed.
+    """
+    parts = "torch.distributed.checkpoint.metadata".split(".")
+    modules = {name: ModuleType(name) for name in (".".join(parts[:end]) for end in range(1, len(parts) + 1))}
+    module = modules[".".join(parts)]
+    classes = (MetadataIndex, _StorageInfo, Metadata)
     try:
-        for end in range(1, len(parts) + 1):
-            name = ".".join(parts[:end])
-            if name not in sys.modules:
-                sys.modules[name] = ModuleType(name)
-                added.append(name)
-        for cls in (MetadataIndex, _StorageInfo, Metadata):
-            cls.__module__ = module
-            setattr(sys.modules[module], cls.__name__, cls)
+        for cls in classes:
+            cls.__module__ = module.__name__
+            setattr(module, cls.__name__, cls)
         storage = {
             MetadataIndex(f"layer.{index}.{name}"): _StorageInfo(name, index * 100, 100)
             for name in names
             for index in range(tensors)
         }
-        return pickle.dumps(Metadata({"layer": "meta"}, None, storage), protocol)
+        with patch.dict(sys.modules, modules):
+            return pickle.dumps(Metadata({"layer": "meta"}, None, storage), protocol)
     finally:
-        for cls in (MetadataIndex, _StorageInfo, Metadata):
+        for cls in classes:
             cls.__module__ = __name__
-        for name in added:
-            del sys.modules[name]
