@@ -163,14 +163,12 @@ def history(bucket: Bucket, run: str) -> list[dict[str, Any]]:
     replaced, seq rises by one, epochs by grants only, and no version stands outside the line.
     """
     key = f"{bucket.prefix}runs/{run}/pointer.json"
-    found = [bucket.pointer(run)]
-    walked = []
+    versions = bucket.versions(key)  # the newest first; a write that comes later is not looked at
+    walked, found = versions[:1], [json.loads(bucket.get(key, versions[0]))]
     while (prev := found[-1]["prev"]) is not None:
         walked.append(prev["version_id"])
         found.append(json.loads(bucket.get(key, prev["version_id"])))
-    versions = bucket.versions(key)
-    assert len(found) == len(versions)
-    assert set(walked) < set(versions)
+    assert sorted(walked) == sorted(versions)
     line = found[::-1]
     assert [pointer["seq"] for pointer in line] == list(range(1, len(line) + 1))
     for older, newer in pairwise(line):

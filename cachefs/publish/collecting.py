@@ -167,17 +167,19 @@ class Collector:
         return due
 
     async def _is_granted(self, wish: Wanted, seen: Seen) -> bool:
-        """Return whether an attempt was opened for a wish, or its save is part of what is published: wishes outlive
-        their owner.
+        """Return whether an attempt was opened for a wish, or its save was reported as part of another one: wishes
+        outlive their owner, and what they wish for.
         """
-        if attempt_for(wish.attempt) in await self._listed.ever(wish.run, seen):
+        ever = await self._listed.ever(wish.run, seen)
+        if attempt_for(wish.attempt) in ever:
             return True
-        published = seen.pointer.published
-        if published is None or published.generation != wish.generation:
-            return False
-        key = self._writes.keys.member(wish.run, published.attempt, wish.member)
-        found = await self._writes.hop(self._writes.store.get, key)
-        return found is not None and decode(found[1], MemberReport, key).save == wish.attempt
+        for attempt, generation in ever.items():
+            if generation == wish.generation:
+                key = self._writes.keys.member(wish.run, attempt, wish.member)
+                found = await self._writes.hop(self._writes.store.get, key)
+                if found is not None and decode(found[1], MemberReport, key).save == wish.attempt:
+                    return True
+        return False
 
     async def _wish(self, run: str, key: str) -> Wanted | None:
         found = await self._writes.hop(self._writes.store.get, key)

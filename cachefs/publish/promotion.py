@@ -6,7 +6,7 @@ between, it reads and decides again. So there is no check that could be out of d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 
 import msgspec
 
@@ -140,17 +140,17 @@ class Listed:
 
     def __init__(self, writes: Writes) -> None:
         self._writes = writes
-        self._read: dict[str, tuple[int, set[str]]] = {}
+        self._read: dict[str, tuple[int, dict[str, str]]] = {}
 
-    async def ever(self, run: str, seen: Seen) -> set[str]:
+    async def ever(self, run: str, seen: Seen) -> Mapping[str, str]:
         """Return the attempts that were listed up to the pointer that was `seen`, as far back as the store keeps
-        versions. One that has an open record and was never listed is not under way, or its owner died before it could
-        list it.
+        versions, each with its generation. One that has an open record and was never listed is not under way, or its
+        owner died before it could list it.
         """
-        newest, found = self._read.get(run, (0, set()))
+        newest, found = self._read.get(run, (0, {}))
         at: Seen | None = seen
         while at is not None and at.pointer.seq > newest:
-            found.update(entry.attempt for entry in at.pointer.open)
+            found.update((entry.attempt, entry.generation) for entry in at.pointer.open)
             at = await self._writes.before(run, at)
         self._read[run] = max(newest, seen.pointer.seq), found
         return found
