@@ -90,6 +90,8 @@ class Exchange:
         pieces: list[bytes] = []
         while (left := self.request.size - sum(map(len, pieces))) > 0:
             pieces.append(self._handler.rfile.read(min(piece, left)))
+            if not pieces[-1]:
+                raise ConnectionResetError("the client was killed in the middle of its request")
             between()
         self._body = b"".join(pieces)
         self.request.body = self._body if len(self._body) <= KEPT else b""
