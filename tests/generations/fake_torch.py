@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import sys
 from dataclasses import dataclass, field
+from itertools import accumulate
 from types import ModuleType
 from unittest.mock import patch
 
@@ -35,8 +36,8 @@ def metadata_pickle(names, protocol: int = 2, tensors: int = 3) -> bytes:
 
     Other tests of the process may have the real torch loaded: its modules are put aside meanwhile, and not changed.
     """
-    parts = "torch.distributed.checkpoint.metadata".split(".")
-    modules = {name: ModuleType(name) for name in (".".join(parts[:end]) for end in range(1, len(parts) + 1))}
+    parts = ("torch", "distributed", "checkpoint", "metadata")
+    modules = {name: ModuleType(name) for name in accumulate(parts, "{}.{}".format)}
     module = modules[".".join(parts)]
     classes = (MetadataIndex, _StorageInfo, Metadata)
     try:
