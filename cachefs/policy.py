@@ -18,6 +18,7 @@ from typing import Any, Final, Literal
 import msgspec
 
 from cachefs.errors import InvalidError
+from cachefs.store.base import HISTORY
 
 Document = dict[str, Any]
 Role = Literal["member", "owner", "gc", "restore"]
@@ -26,8 +27,7 @@ What = Literal["bucket-policy", "iam-member", "iam-owner", "iam-gc", "iam-restor
 ABORT_DAYS: Final = 7
 """Days after which S3 drops an upload that nobody completed; a daemon that comes back later sends the parts again."""
 POINTER_DAYS: Final = 90
-POINTER_VERSIONS: Final = 100
-"""A noncurrent version is deleted when it is older than these days and has this many newer ones (S3's most)."""
+"""A noncurrent version is deleted when it is older than these days and has HISTORY newer ones."""
 PROBE_DAYS: Final = 2
 """Days that what a killed probe left is kept; a probe itself cleans up after one."""
 
@@ -38,7 +38,8 @@ _LOOSE: Final = "runs/*/loose/*"
 _PROBE: Final = ".probe/*"
 _RUNS: Final = "runs/*"
 
-_LIST: Final = ("s3:ListBucket", "s3:ListBucketVersions", "s3:ListBucketMultipartUploads", "s3:GetBucketVersioning")
+_LIST: Final = ("s3:ListBucket", "s3:ListBucketVersions", "s3:ListBucketMultipartUploads")
+_ASK: Final = ("s3:GetBucketVersioning", "s3:GetLifecycleConfiguration")
 _READ: Final = ("s3:GetObject", "s3:GetObjectVersion")
 _UPLOADS: Final = ("s3:ListMultipartUploadParts", "s3:AbortMultipartUpload")
 _DELETE: Final = ("s3:DeleteObject", "s3:DeleteObjectVersion")
@@ -154,7 +155,7 @@ def bucket_policy(place: Place) -> Document:
 def _reading(place: Place) -> list[Document]:
     return [
         # Without a condition on s3:prefix: a HEAD of a missing key needs ListBucket to say 404, and has no prefix.
-        _statement("List", "Allow", list(_LIST), place.bucket_arn),
+        _statement("List", "Allow", [*_LIST, *_ASK], place.bucket_arn),
         _statement("Read", "Allow", list(_READ), place.objects("*")),
         _statement("Lease", "Allow", ["s3:PutObject", "s3:DeleteObjectVersion"], place.objects(_LEASES)),
     ]
@@ -196,7 +197,7 @@ def lifecycle(place: Place) -> Document:
     """Return the lifecycle rules. They expire nothing that a manifest or a pointer may name.
 
     A rule's filter is a prefix, so `runs/*/pointer.json` cannot be one. The rule for old pointers covers all of `runs/`
-    instead, and is harmless there only because it keeps the newest POINTER_VERSIONS noncurrent versions of each key:
+    instead, and is harmless there only because it keeps the newest HISTORY noncurrent versions of each key:
     a create-only key has one version, and stays even behind a delete marker. No rule may have Expiration there, nor
     NoncurrentVersionExpiration without that number; some stores drop it without a word, so read the rules back.
     """
@@ -213,7 +214,7 @@ def lifecycle(place: Place) -> Document:
                 f"{at}runs/",
                 NoncurrentVersionExpiration={
                     "NoncurrentDays": POINTER_DAYS,
-                    "NewerNoncurrentVersions": POINTER_VERSIONS,
+                    "NewerNoncurrentVersions": HISTORY,
                 },
             ),
             # Expiration by days also removes delete markers with nothing below them.

@@ -37,6 +37,7 @@ _BY_QUERY = {
     ("GET", "uploads"): "ListMultipartUploads",
     ("GET", "versions"): "ListObjectVersions",
     ("GET", "versioning"): "GetBucketVersioning",
+    ("GET", "lifecycle"): "GetBucketLifecycleConfiguration",
     ("GET", "list-type"): "ListObjectsV2",
 }
 _BY_METHOD = {"PUT": "PutObject", "GET": "GetObject", "HEAD": "HeadObject", "DELETE": "DeleteObject"}

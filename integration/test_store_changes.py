@@ -10,7 +10,7 @@ import pytest
 
 from integration.faults import ignored
 from integration.node import Node, await_condition
-from integration.proxy import Hold
+from integration.proxy import Hold, refused
 from integration.world import (
     MIB,
     PART,
@@ -19,10 +19,12 @@ from integration.world import (
     World,
     attempts,
     await_state,
+    contents,
     history,
     on_both,
     save,
     states,
+    status,
     tensors,
 )
 
@@ -57,6 +59,45 @@ def test_a_store_that_ignores_conditions_is_refused_at_the_mount(world: World, l
     assert done.returncode == 76
     failed = {finding["what"].removeprefix("probe ") for finding in json.loads(done.stdout) if not finding["ok"]}
     assert failing <= failed
+
+
+def test_a_rule_of_the_bucket_that_deletes_what_is_published(world: World) -> None:
+    """At the start it refuses the mount; one that appears later stops publication until it is gone (race 35)."""
+    client, bucket = world.bucket.client, world.bucket.bucket
+    rule = {"ID": "tidy", "Status": "Enabled", "Filter": {"Prefix": "ckpt/"}, "Expiration": {"Days": 30}}
+    node = world.place("node", "--probe-interval", "0.5")
+    client.put_bucket_lifecycle_configuration(Bucket=bucket, LifecycleConfiguration={"Rules": [rule]})
+    code, said = node.refuses_to_start()
+    assert code == 76
+    assert "lifecycle rules of the bucket delete what is published" in said
+    assert "'tidy'" in said
+    client.delete_bucket_lifecycle(Bucket=bucket)
+    node.start()
+    client.put_bucket_lifecycle_configuration(Bucket=bucket, LifecycleConfiguration={"Rules": [rule]})
+    await_condition(lambda: "'tidy'" in str(status(node)["publishing_blocked"]), "publication has stopped")
+    saved = save(node.mnt / "run" / "step-1", files(1))
+    await_state(node, "run/step-1", "staged")
+    assert not world.bucket.keys("runs/")
+    client.delete_bucket_lifecycle(Bucket=bucket)
+    await_state(node, "run/step-1")
+    world.verify(node, "run", saved)
+
+
+def test_a_shard_that_a_rule_has_moved_to_an_archive(world: World) -> None:
+    """The restore ends with what to do, and leaves nothing half restored (race 35)."""
+    node = world.node()
+    save(node.mnt / "run" / "step-1", files(1))
+    await_state(node, "run/step-1")
+    world.proxy.on("GetObject", refused(403, "InvalidObjectState"), key=SHARD, times=None)
+    target = world.root / "restored"
+    options = ("--store", node.store, *node.options[:2])
+    done = node.run("restore", "run", target, *options, check=False)
+    assert done.returncode == 69
+    assert "the object is in an archive tier: restore it first" in done.stderr
+    assert not list(target.iterdir())
+    world.proxy.end()
+    node.run("restore", "run", target, *options)
+    assert contents(target / "step-1") == world.bucket.files("run")
 
 
 def test_conditions_that_the_store_forgets_later_stop_publication(world: World) -> None:

@@ -19,6 +19,8 @@ from cachefs.errors import InvalidError
 
 Buffer = bytes | bytearray | memoryview
 
+HISTORY = 100
+"""Old versions of a key that a rule for them must keep: the history of pointers. The most that S3 lets a rule keep."""
 STREAM_CHUNK = 4 << 20
 """Longest chunk of a streamed read, bytes."""
 
@@ -87,6 +89,17 @@ class UploadInfo(msgspec.Struct, frozen=True):
     initiated: float
 
 
+class ExpiryRule(msgspec.Struct, frozen=True):
+    """A rule by which the store itself deletes objects of a key prefix by age. `expires`: current ones, behind a delete
+    marker when the bucket is versioned. `keeps`: old versions of a key, except the newest so many; None: not those.
+    """
+
+    id: str
+    prefix: str
+    expires: bool
+    keeps: int | None
+
+
 class Listing(msgspec.Struct, frozen=True):
     """Keys and, when a delimiter was given, common prefixes, each sorted; complete (all pages read)."""
 
@@ -115,6 +128,12 @@ class ObjectStore(Protocol):
 
     def versioning(self) -> bool:
         """Return whether versioning is enabled (not suspended)."""
+        ...
+
+    def expiry_rules(self) -> Sequence[ExpiryRule]:
+        """Return the rules that are enabled and do not ask for tags: cachefs gives objects none. Raises DeniedError,
+        and Unsupported where there are no such rules.
+        """
         ...
 
     def put(

@@ -36,7 +36,17 @@ from cachefs.errors import (
     NotFoundError,
     UnavailableError,
 )
-from cachefs.store.base import STREAM_CHUNK, Buffer, Condition, Listing, ObjectInfo, PartInfo, UploadInfo, VersionInfo
+from cachefs.store.base import (
+    STREAM_CHUNK,
+    Buffer,
+    Condition,
+    ExpiryRule,
+    Listing,
+    ObjectInfo,
+    PartInfo,
+    UploadInfo,
+    VersionInfo,
+)
 from cachefs.store.digests import composite, verify
 from cachefs.store.filekeys import extend, is_versions, key_bytes, versions_path
 from cachefs.store.filerecords import Record, current, find, link_version, load, numbers, record_path
@@ -86,6 +96,9 @@ class DirectoryStore:
 
     def versioning(self) -> bool:
         return True
+
+    def expiry_rules(self) -> tuple[ExpiryRule, ...]:
+        return ()
 
     def put(
         self,

@@ -30,6 +30,7 @@ from cachefs.store.base import (
     STREAM_CHUNK,
     Buffer,
     Condition,
+    ExpiryRule,
     Listing,
     ObjectInfo,
     PartInfo,
@@ -91,6 +92,9 @@ class MemoryStore:
 
     def versioning(self) -> bool:
         return True
+
+    def expiry_rules(self) -> tuple[ExpiryRule, ...]:
+        return ()
 
     def put(
         self,

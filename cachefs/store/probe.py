@@ -26,7 +26,7 @@ from cachefs.store.base import ObjectStore
 from cachefs.store.probechecks import QUESTIONS, Bench, Question
 
 TRIES = 3
-WATCHED = frozenset({"P0", "P1", "P2", "P5", "P6", "P8", "P8r"})
+WATCHED = frozenset({"P0", "P0e", "P1", "P2", "P5", "P6", "P8", "P8r"})
 """The checks that are repeated while a mount publishes: few requests, and none that only many at once can answer."""
 LEFTOVER_AGE = 86400.0
 """Age, seconds by the store's clock, after which objects of an earlier probe are removed."""
@@ -134,17 +134,21 @@ def _answers(bench: Bench, questions: Iterable[Question] = QUESTIONS) -> Iterato
 
 
 def _answer(question: Question, bench: Bench) -> Check:
+    bench.found = ""
     try:
         holds = question.ask(bench)
     except UnavailableError as error:
         return Check(question.id, Outcome.INCONCLUSIVE, f"no answer ({error.reason}): {error}")
     except CachefsError as error:
-        # without the right to ask for the bucket's versioning, P1 and P8 still show whether versions are kept
-        dispensable = question.capability or (question.id == "P0" and isinstance(error, DeniedError))
+        # Without the right to ask for the bucket's versioning, P1 and P8 still show whether versions are kept. Rules of
+        # expiry are unknown to many stores, which say so in various ways.
+        denied = question.id == "P0" and isinstance(error, DeniedError)
+        dispensable = question.capability or denied or question.id == "P0e"
         return Check(question.id, Outcome.ADVISORY if dispensable else Outcome.FAILED, f"could not be done: {error}")
     if holds:
         return Check(question.id, Outcome.PASSED, question.yes)
-    return Check(question.id, Outcome.ADVISORY if question.capability else Outcome.FAILED, question.no)
+    meaning = f"{question.no}: {bench.found}" if bench.found else question.no
+    return Check(question.id, Outcome.ADVISORY if question.capability else Outcome.FAILED, meaning)
 
 
 def _clean(store: ObjectStore, prefix: str) -> Check:

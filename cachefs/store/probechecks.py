@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 from cachefs import clock
 from cachefs.errors import BadPart, ConditionConflict, ConditionFailed, CorruptError, StoreError, UnavailableError
-from cachefs.store.base import CREATE_ONLY, Condition, ObjectInfo, ObjectStore, PartInfo
+from cachefs.formats.keys import Keys
+from cachefs.store.base import CREATE_ONLY, HISTORY, Condition, ExpiryRule, ObjectInfo, ObjectStore, PartInfo
 
 WRITERS = 8
 ROUNDS = 3
@@ -34,6 +35,8 @@ class Bench:
         self.first: ObjectInfo | None = None
         self.second: ObjectInfo | None = None
         self.multipart_body = b""
+        self.found = ""
+        """What was found, for the answer no of the check that is under way."""
 
     @staticmethod
     def body() -> bytes:
@@ -74,6 +77,21 @@ def _refused(write: Callable[[], object]) -> bool:
 
 def _versioning(bench: Bench) -> bool:
     return bench.store.versioning()
+
+
+def _keeps_objects(bench: Bench) -> bool:
+    harmful = [rule for rule in bench.store.expiry_rules() if _may_delete(rule, Keys(bench.store.prefix).runs())]
+    bench.found = ", ".join(repr(rule.id or rule.prefix) for rule in harmful)
+    return not harmful
+
+
+def _may_delete(rule: ExpiryRule, runs: str) -> bool:
+    """Return whether a rule may delete what is published: objects of attempts, which are old versions once a delete
+    marker lies on them, or the history of pointers.
+    """
+    if not (rule.prefix.startswith(runs) or runs.startswith(rule.prefix)):
+        return False
+    return rule.expires or (rule.keeps is not None and rule.keeps < HISTORY)
 
 
 def _create(bench: Bench) -> bool:
@@ -221,6 +239,12 @@ class Question(NamedTuple):
 
 QUESTIONS = (
     Question("P0", _versioning, "versioning is enabled", "versioning is off or suspended: nothing can be pinned"),
+    Question(
+        "P0e",
+        _keeps_objects,
+        "no rule of the bucket deletes what is published",
+        "lifecycle rules of the bucket delete what is published (cachefs policy --what lifecycle prints safe ones)",
+    ),
     Question("P1", _create, "a create-only write gives a version id", "writes give no version ids"),
     Question("P2", _create_again, "a second create is refused", "create-only writes overwrite (If-None-Match ignored)"),
     Question(

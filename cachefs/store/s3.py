@@ -25,11 +25,22 @@ from cachefs.errors import (
     NoSuchUpload,
     NotFoundError,
     ProbeError,
+    StoreError,
     Unsupported,
 )
-from cachefs.store.base import STREAM_CHUNK, Buffer, Condition, Listing, ObjectInfo, PartInfo, UploadInfo, VersionInfo
+from cachefs.store.base import (
+    STREAM_CHUNK,
+    Buffer,
+    Condition,
+    ExpiryRule,
+    Listing,
+    ObjectInfo,
+    PartInfo,
+    UploadInfo,
+    VersionInfo,
+)
 from cachefs.store.listing import is_probe_key
-from cachefs.store.s3answers import checksum, completed, condition_headers, field, part_info, version_info
+from cachefs.store.s3answers import checksum, completed, condition_headers, expiry_rules, field, part_info, version_info
 from cachefs.store.s3body import as_body
 from cachefs.store.s3errors import from_exception
 
@@ -89,6 +100,16 @@ class S3Store:
     def versioning(self) -> bool:
         with _translated("GetBucketVersioning"):
             return bool(self._bulk.get_bucket_versioning(Bucket=self._bucket).get("Status") == "Enabled")
+
+    def expiry_rules(self) -> list[ExpiryRule]:
+        try:
+            with _translated("GetBucketLifecycleConfiguration"):
+                answer = self._bulk.get_bucket_lifecycle_configuration(Bucket=self._bucket)
+        except StoreError as error:
+            if _code(error) == "NoSuchLifecycleConfiguration":
+                return []
+            raise
+        return expiry_rules(answer)
 
     def put(
         self,

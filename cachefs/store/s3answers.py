@@ -6,7 +6,7 @@ from base64 import b64decode, b64encode
 from collections.abc import Mapping
 from typing import Any
 
-from cachefs.store.base import Condition, PartInfo, VersionInfo
+from cachefs.store.base import Condition, ExpiryRule, PartInfo, VersionInfo
 from cachefs.store.s3errors import not_s3
 
 
@@ -41,6 +41,30 @@ def part_info(entry: Mapping[str, Any]) -> PartInfo:
     """Return an entry of ListParts."""
     text = entry.get("ChecksumSHA256")
     return PartInfo(int(entry["PartNumber"]), str(entry["ETag"]), int(entry["Size"]), b64decode(text) if text else None)
+
+
+def expiry_rules(answer: Mapping[str, Any]) -> list[ExpiryRule]:
+    """Return the rules of GetBucketLifecycleConfiguration that may delete our objects, which have no tags.
+
+    The prefix of a rule is in one of three places (API reference, LifecycleRule and LifecycleRuleFilter). A filter by
+    size is taken to match.
+    """
+    found = []
+    for rule in answer.get("Rules", []):
+        chosen = rule.get("Filter", {})
+        both = chosen.get("And", {})
+        if rule.get("Status") != "Enabled" or chosen.get("Tag") or both.get("Tags"):
+            continue
+        expiration, noncurrent = rule.get("Expiration", {}), rule.get("NoncurrentVersionExpiration")
+        found.append(
+            ExpiryRule(
+                id=str(rule.get("ID", "")),
+                prefix=str(chosen.get("Prefix") or both.get("Prefix") or rule.get("Prefix") or ""),
+                expires="Days" in expiration or "Date" in expiration,
+                keeps=None if noncurrent is None else int(noncurrent.get("NewerNoncurrentVersions", 0)),
+            )
+        )
+    return found
 
 
 def version_info(entry: Mapping[str, Any], is_marker: bool) -> VersionInfo:

@@ -15,7 +15,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cachefs.errors import ConditionConflict, ConditionFailed, DeniedError, StoreError, UnavailableError
-from cachefs.store.base import Buffer, Condition, Listing, ObjectInfo, ObjectStore, PartInfo, UploadInfo, VersionInfo
+from cachefs.store.base import (
+    Buffer,
+    Condition,
+    ExpiryRule,
+    Listing,
+    ObjectInfo,
+    ObjectStore,
+    PartInfo,
+    UploadInfo,
+    VersionInfo,
+)
 
 EFFECTS = frozenset(
     {
@@ -239,6 +249,9 @@ class FaultyStore:
 
     def versioning(self) -> bool:
         return self._do(Call("versioning", ""), self.inner.versioning)
+
+    def expiry_rules(self) -> Sequence[ExpiryRule]:
+        return self._do(Call("expiry_rules", ""), self.inner.expiry_rules)
 
     def put(
         self,

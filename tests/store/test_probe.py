@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 
 import msgspec
 import pytest
 
+from cachefs import policy
 from cachefs.errors import BadPart, ConditionFailed, CorruptError, DeniedError, ProbeError, Unsupported
-from cachefs.store.base import Condition
+from cachefs.store.base import Condition, ExpiryRule
 from cachefs.store.directory import DirectoryStore
 from cachefs.store.memory import MemoryStore
 from cachefs.store.probe import TRIES, Outcome, probe, watch_probe
@@ -131,6 +132,27 @@ class Suspended(Wrapped):
         return False
 
 
+class Expires(Wrapped):
+    """Has a lifecycle rule."""
+
+    def __init__(self, *args, prefix="p/runs/", expires=False, keeps=None):
+        super().__init__(*args)
+        self._rules = (ExpiryRule("tidy", prefix, expires, keeps),)
+
+    def expiry_rules(self):
+        return self._rules
+
+
+class HasNoRules(Wrapped):
+    def expiry_rules(self):
+        raise Unsupported("501")
+
+
+class KeepsRulesSecret(Wrapped):
+    def expiry_rules(self):
+        raise DeniedError("403")
+
+
 class ReadsCurrentOnly(Wrapped):
     """Ignores the version id of a read."""
 
@@ -199,6 +221,18 @@ class NotAtomic(Wrapped):
         (MarkerHidesVersions("p"), {"P15"}, set()),
         (Unversioned("p"), {"P0", "P1"}, set()),
         (Suspended("p"), {"P0"}, set()),
+        (Expires("p", expires=True), {"P0e"}, set()),
+        (Expires("p", expires=True, prefix=""), {"P0e"}, set()),
+        (Expires("p", expires=True, prefix="p/runs/exp/attempts/"), {"P0e"}, set()),
+        (Expires("p", expires=True, prefix="p/.probe/"), set(), set()),
+        (Expires("p", expires=True, prefix="p/other/"), set(), set()),
+        (Expires("p", expires=True, prefix="pq/"), set(), set()),
+        (Expires("p", keeps=0), {"P0e"}, set()),
+        (Expires("p", keeps=99), {"P0e"}, set()),
+        (Expires("p", keeps=100), set(), set()),
+        (Expires("p"), set(), set()),
+        (HasNoRules("p"), set(), {"P0e"}),
+        (KeepsRulesSecret("p"), set(), {"P0e"}),
         (ReadsCurrentOnly("p"), {"P8", "P15"}, set()),
         (IgnoresRanges("p"), set(), {"P8r"}),
         (DropsMetadata("p"), {"P3"}, set()),
@@ -219,7 +253,7 @@ def test_each_fault_is_caught_by_its_check(store, caught, advised):
     assert is_empty(store)
 
 
-WATCH = ("P0", "P1", "P2", "P5", "P6", "P8", "P8r")
+WATCH = ("P0", "P0e", "P1", "P2", "P5", "P6", "P8", "P8r")
 
 
 @pytest.mark.parametrize(
@@ -232,6 +266,7 @@ WATCH = ("P0", "P1", "P2", "P5", "P6", "P8", "P8r")
         (AcceptsEveryKnownETag("p"), {"P6"}),
         (Unversioned("p"), {"P0", "P1"}),
         (Suspended("p"), {"P0"}),
+        (Expires("p", expires=True), {"P0e"}),
         (ReadsCurrentOnly("p"), {"P8"}),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, MemoryStore) else "",
@@ -243,7 +278,7 @@ def test_the_watch_catches_what_a_store_loses(store, caught):
     assert report.ok == (not caught)
     assert report.conclusive
     assert is_empty(store)
-    assert len(faulty.calls) <= 16
+    assert len(faulty.calls) <= 17
     assert not [call for call in faulty.calls if call.operation == "probe_delete"]
 
 
@@ -310,6 +345,55 @@ def test_an_unversioned_bucket(request, name):
         assert failed(report) == {"P0", "P1"}
         assert not report.ok
         assert is_empty(store)
+
+
+EXPIRY = {
+    "days": ({"Filter": {"Prefix": "p/"}, "Expiration": {"Days": 30}}, True),
+    "a date, everywhere": ({"Filter": {"Prefix": ""}, "Expiration": {"Date": "2040-01-01T00:00:00Z"}}, True),
+    "a prefix of the old kind": ({"Prefix": "p/runs/", "Expiration": {"Days": 30}}, True),
+    "old versions": ({"Filter": {"Prefix": "p/"}, "NoncurrentVersionExpiration": {"NoncurrentDays": 30}}, True),
+    "large ones": (
+        {"Filter": {"And": {"Prefix": "p/", "ObjectSizeGreaterThan": 500}}, "Expiration": {"Days": 30}},
+        True,
+    ),
+    "elsewhere": ({"Filter": {"Prefix": "other/"}, "Expiration": {"Days": 30}}, False),
+    "with a tag": ({"Filter": {"Tag": {"Key": "k", "Value": "v"}}, "Expiration": {"Days": 30}}, False),
+    "with a tag below": (
+        {"Filter": {"And": {"Prefix": "p/", "Tags": [{"Key": "k", "Value": "v"}]}}, "Expiration": {"Days": 30}},
+        False,
+    ),
+    "disabled": ({"Filter": {"Prefix": "p/"}, "Expiration": {"Days": 30}, "Status": "Disabled"}, False),
+    "markers": ({"Filter": {"Prefix": "p/"}, "Expiration": {"ExpiredObjectDeleteMarker": True}}, False),
+    "uploads": ({"Filter": {"Prefix": "p/"}, "AbortIncompleteMultipartUpload": {"DaysAfterInitiation": 7}}, False),
+}
+
+
+@pytest.mark.server
+@pytest.mark.parametrize(("rule", "harmful"), EXPIRY.values(), ids=EXPIRY)
+def test_a_rule_that_deletes_what_is_published(moto_server, rule, harmful):
+    bucket = moto_server.bucket()
+    with closing(moto_server.session().client("s3", endpoint_url=moto_server.endpoint_url)) as client:
+        rules = {"Rules": [{"ID": "tidy", "Status": "Enabled", **rule}]}
+        client.put_bucket_lifecycle_configuration(Bucket=bucket, LifecycleConfiguration=rules)
+    with moto_server.store(bucket, "p") as store:
+        (check,) = [check for check in watch_probe(store).checks if check.id == "P0e"]
+    assert (check.outcome is Outcome.FAILED) == harmful
+    assert ("'tidy'" in check.meaning) == harmful
+
+
+@pytest.mark.server
+@pytest.mark.parametrize("name", ["moto", "ministack"])
+def test_our_own_rules_are_harmless(request, name):
+    """Unless the store drops the number of old versions that they keep: then they are not."""
+    server = request.getfixturevalue(f"{name}_server")
+    bucket = server.bucket()
+    with closing(server.session().client("s3", endpoint_url=server.endpoint_url)) as client:
+        ours = policy.lifecycle(policy.Place(bucket, "p"))
+        client.put_bucket_lifecycle_configuration(Bucket=bucket, LifecycleConfiguration=ours)
+        held = client.get_bucket_lifecycle_configuration(Bucket=bucket)["Rules"]
+    whole = any("NewerNoncurrentVersions" in rule.get("NoncurrentVersionExpiration", {}) for rule in held)
+    with server.store(bucket, "p") as store:
+        assert watch_probe(store).ok == whole
 
 
 @pytest.mark.parametrize("fault", [lost_request, lost_answer, expired], ids=lambda fault: fault.__name__)
