@@ -324,7 +324,7 @@ class Engine:
         if asked.weak:
             quiet = self._config.quiet if self._config.quiet is not None else QUIET
         by = f"{CLOSED_BY}{asked.close.member} ({asked.close.signal})"
-        self._link.send_nowait(link.CloseSave(asked.save.path, asked.save.attempt, by, asked.since, quiet))
+        self._link.send_nowait(link.CloseSave(asked.save.path, asked.save.attempt, by, quiet))
 
     async def _tell(self) -> None:
         """Tell the mount process of every commit."""

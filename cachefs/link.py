@@ -49,14 +49,13 @@ class Changed(msgspec.Struct, frozen=True, tag="changed"):
 
 
 class CloseSave(msgspec.Struct, frozen=True, tag="close"):
-    """Another member saw the close signal of an attempt: close our save of it, unless it was written a second time
-    since the monotonic time `since`. It must be quiet for `quiet` seconds first. Sent again until it is closed.
+    """Another member saw the close signal of an attempt: close our save of it, unless files of it were written a second
+    time. It must be quiet for `quiet` seconds first. Sent again until it is closed.
     """
 
     path: str
     attempt: str
     by: str
-    since: float
     quiet: float
 
 

@@ -27,8 +27,8 @@ class Hints(msgspec.Struct, frozen=True):
 class Tracked:
     """A save being tracked: its attempt, and the two moments others wait for. `lost` when it could not be journaled.
 
-    `finished` are the paths of files that were whole at some time, `rewritten` is the monotonic time at which one of
-    them was last written again: from then on the save may be the next one of its name.
+    `finished` are the paths of files that were whole at some time, `rewritten` says that one of them was written again:
+    from then on the save may be the next one of its name.
     """
 
     __slots__ = ("attempt", "closing", "finished", "journaled", "lost", "placement", "rewritten")
@@ -40,19 +40,19 @@ class Tracked:
         self.closing: trio.Event | None = None
         self.lost = False
         self.finished: set[bytes] = set()
-        self.rewritten = 0.0
+        self.rewritten = False
 
-    def note(self, change: Change, now: float) -> None:
+    def note(self, change: Change) -> None:
         """Take in a change of a file of the save."""
         match change.kind:
             case Kind.CREATED | Kind.OPENED | Kind.TRUNCATED:
                 if change.path in self.finished:
-                    self.rewritten = now
+                    self.rewritten = True
             case Kind.CLOSED if change.writers == 0:
                 self.finished.add(change.path)
             case Kind.RENAMED | Kind.LINKED:
                 if change.path in self.finished:
-                    self.rewritten = now
+                    self.rewritten = True
                 if change.kind is Kind.RENAMED:
                     self.finished.discard(change.old)  # a temporary name is used again for the next file
                 self.finished.add(change.path)

@@ -137,7 +137,7 @@ class Tracker:
             save = self._saves.get(root)
             if save is not None:
                 before = save.rewritten
-                save.note(change, clock.monotonic())
+                save.note(change)
                 whole = change.writers == 0 and change.kind in (Kind.CLOSED, Kind.RENAMED, Kind.LINKED)
                 if whole and save.closing is None and not save.placement.temporary:
                     self.early.closed(change.path, save.attempt, root)
@@ -298,7 +298,7 @@ class Tracker:
             attempt = txn.attempts.get(save.attempt)
         if attempt is None:
             raise AssertionError("an attempt that is being closed is in the journal")
-        return msgspec.structs.replace(attempt, rewritten=save.rewritten > 0), early
+        return msgspec.structs.replace(attempt, rewritten=save.rewritten), early
 
     async def _record(self, attempt: AttemptRecord, action: CloseSave, closed: ClosedSet) -> bool:
         """Journal a close; False, and nothing done, when an early pin of it was dropped meanwhile."""
@@ -396,16 +396,15 @@ class Tracker:
         """Close a save because another member saw the close signal. Nothing happens when it is closed already, or must
         be quiet first; it is asked for again.
 
-        A save of which files were written a second time, and possibly after the signal, is abandoned: its bytes may be
-        those of the next save.
+        A save of which files were written a second time is abandoned: its bytes may be those of the next save.
         """
         path, now = to_bytes(close.path), clock.monotonic()
         save = self._saves.get(path)
         if save is None or save.attempt != close.attempt or save.closing is not None:
             return
-        if save.rewritten > close.since:
+        if save.rewritten:
             self._detector.forget(path)
-            reason = f"{close.by}; files were written again since this member last saw the attempt open"
+            reason = f"{close.by}; files of it were written again"
             await self._end(path, reason)
         elif now - self._detector.changed_at(path) >= close.quiet:
             waiting = self._carry_out(self._detector.close_now(path, now, self._view, close.by))
@@ -481,7 +480,7 @@ class Tracker:
                 placement = self._placer.any(save.path, is_file=attempt.kind == "file")
                 tracked = self._saves[save.path] = Tracked(attempt.attempt, placement)
                 tracked.journaled.set()
-                tracked.rewritten = clock.monotonic() if attempt.rewritten else 0.0
+                tracked.rewritten = attempt.rewritten
                 tracked.finished = {save.path + b"/" + name for name in self._view.names(save.path)}
         waiting = self._carry_out(self._detector.resume(resumed, self._view, clock.monotonic()))
         if waiting is not None:

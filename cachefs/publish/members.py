@@ -37,14 +37,13 @@ _log = structlog.get_logger(__name__)
 class CloseAsked(msgspec.Struct, frozen=True):
     """Another member saw the close signal: close this member's save as well.
 
-    What was written a second time, at whatever time, may belong to the next save: the close record may have been held
-    up, so that this member has seen the attempt open does not say that no save of it was over. After a weak signal
-    files must be quiet first.
+    Unless files of it were written a second time, at whatever time: they may belong to the next save. That this member
+    has seen the attempt open since does not rule that out, for the close record may have been held up. After a weak
+    signal files must be quiet first.
     """
 
     save: AttemptRecord
     close: Close
-    since: float = 0.0
 
     @property
     def weak(self) -> bool:

@@ -48,7 +48,7 @@ class _Tracked:
     """By path: the shard id."""
     written: set[str] = field(default_factory=set)
     """The paths written since the save was opened; others were in the directory before."""
-    rewritten: float = 0.0
+    rewritten: bool = False
 
 
 class Mount:
@@ -64,9 +64,10 @@ class Mount:
         with node.journal.read() as txn:
             for record in txn.attempts.scan():
                 if not record.foreign and not record.state.final and record.closed_at is None:
-                    again = clock.monotonic() if record.rewritten else 0.0
                     shards = {shard.paths[0]: shard.shard for shard in txn.shards_of(record.attempt)}
-                    self.saves[record.generation] = _Tracked(record.attempt, True, shards, set(shards), again)
+                    self.saves[record.generation] = _Tracked(
+                        record.attempt, True, shards, set(shards), record.rewritten
+                    )
 
     def write(self, save: Save, path: str, body: bytes) -> None:
         """A file is written and closed."""
@@ -76,7 +77,7 @@ class Mount:
                 return  # a new file in a closed save is none of its files
             tracked = self._begin(save)
         if path in tracked.written:
-            tracked.rewritten = clock.monotonic()
+            tracked.rewritten = True
             self.node.journal.write_now(partial(written_again, attempt=tracked.attempt))
         tracked.written.add(path)
         self._pin(tracked, path, body)
@@ -114,7 +115,7 @@ class Mount:
         if tracked is not None:
             self.saves.pop(generation)
             self.closed[generation] = set(tracked.shards)
-            self.node.mark(tracked.attempt, signal, rewritten=tracked.rewritten > 0)
+            self.node.mark(tracked.attempt, signal, rewritten=tracked.rewritten)
 
     def asked(self, close: CloseAsked) -> None:
         """Another member has closed the save (Tracker.close_from)."""
@@ -122,10 +123,10 @@ class Mount:
         tracked = self.saves.get(generation)
         if tracked is None or tracked.attempt != close.save.attempt:
             return
-        if tracked.rewritten > close.since:
+        if tracked.rewritten:
             del self.saves[generation]
             self.left[generation] = dict(self.judge.files.get(tracked.attempt, {}))
-            self.node.end(tracked.attempt, "files were written again since this member last saw the attempt open")
+            self.node.end(tracked.attempt, "files of it were written again")
         else:
             self.close(generation, f"{CLOSED_BY}{close.close.member}")
 
