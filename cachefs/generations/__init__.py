@@ -11,8 +11,8 @@ Pure, no I/O and no clock:
 
 With effects, in the journal and in the pins:
 
-    tracker.py               feeds the mount's changes to the detector and carries out its actions; view.py shows it the
-                             tree
+    tracker.py               tells the detector of changes, time, closes by hand; view.py shows it the tree
+    effects.py, tracked.py   carry out its actions; what is kept of each save
     closing.py, early.py     pin a save at its close; pin finished files before it, so that their uploads start
     stager.py                from closed to `staged`: sync and identity
 """

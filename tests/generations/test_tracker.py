@@ -15,13 +15,13 @@ from cachefs.errors import CachefsError, NotFoundError, StagingError
 from cachefs.formats.keys import Keys
 from cachefs.formats.records import AttemptRecord, State
 from cachefs.generations import attempts, retrying
-from cachefs.generations import tracker as module
 from cachefs.generations.actions import CloseSave
 from cachefs.generations.catalog import AUTO
+from cachefs.generations.closing import Closer
 from cachefs.generations.detector import Detector
 from cachefs.generations.placement import Placer
 from cachefs.generations.releaser import Releaser
-from cachefs.generations.tracked import Hints
+from cachefs.generations.tracked import Hints, each
 from cachefs.generations.tracker import Tracker
 from cachefs.journal import Journal
 from cachefs.staging.changes import Change, Kind
@@ -349,7 +349,7 @@ async def test_a_close_pins_again_what_lost_its_early_pin_while_it_ran(mount, mo
     (attempt,) = mount.attempts()
     with mount.journal.read() as txn:
         (shard,) = txn.shards_of(attempt.attempt)
-    close, closes = module.Closer.close, []
+    close, closes = Closer.close, []
 
     def losing(self, *arguments, **options):
         closed = close(self, *arguments, **options)
@@ -359,7 +359,7 @@ async def test_a_close_pins_again_what_lost_its_early_pin_while_it_ran(mount, mo
         closes.append(closed)
         return closed
 
-    monkeypatch.setattr(module.Closer, "close", losing)
+    monkeypatch.setattr(Closer, "close", losing)
     await mount.save("run/step-5", **{"1_0": b"two"})
     (attempt,) = mount.attempts()
     assert len(closes) == 2
@@ -416,7 +416,7 @@ async def test_of_several_things_to_do_each_is_done_although_one_fails():
         done.append(1)
 
     with pytest.raises(StagingError, match="first"):
-        await module.each([fail(), work()])
+        await each([fail(), work()])
     assert done == [1]
 
 
@@ -557,7 +557,7 @@ async def test_an_end_that_the_journal_refused_is_journaled_when_it_can_be(mount
     async with trio.open_nursery() as nursery:
         await nursery.start(mount.tracker.run)
         await disk.refuses()
-        assert len(mount.tracker._owed) <= 1
+        assert len(mount.tracker._effects._owed) <= 1
         disk.full = False
         with trio.fail_after(30):
             while mount.attempts()[0].state is not State.ABANDONED:
