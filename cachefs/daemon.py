@@ -18,7 +18,7 @@ import structlog
 import trio
 
 from cachefs import clock, control, metrics, notify
-from cachefs.config import Config
+from cachefs.config.schema import Config
 from cachefs.engine import load_of, store_of
 from cachefs.errors import CachefsError, PendingError, StagingError
 from cachefs.formats.keys import Keys

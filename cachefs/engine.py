@@ -24,7 +24,7 @@ import msgspec
 import trio
 
 from cachefs import __version__, link, log
-from cachefs.config import Config
+from cachefs.config.schema import Config
 from cachefs.errors import CachefsError, DeniedError, NotFoundError, UnavailableError
 from cachefs.flush.loose import LooseMirror
 from cachefs.flush.uploader import Flusher, FlushSettings

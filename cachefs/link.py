@@ -11,7 +11,7 @@ from typing import Any, Generic, Literal, TypeVar
 import msgspec
 import trio
 
-from cachefs.config import Config
+from cachefs.config.schema import Config
 
 T = TypeVar("T")
 _BATCH = 1000

@@ -12,7 +12,7 @@ import msgspec
 import trio
 
 from cachefs import __version__, clock, control
-from cachefs.config import Config
+from cachefs.config.schema import Config
 from cachefs.errors import (
     CachefsError,
     CorruptError,

@@ -15,7 +15,7 @@ import structlog
 import trio
 
 from cachefs import clock, link
-from cachefs.config import Config
+from cachefs.config.schema import Config
 from cachefs.formats.records import Meta
 from cachefs.journal import Journal
 

@@ -1,4 +1,4 @@
-"""config.py: where a value comes from, and what is refused in which words."""
+"""config/: where a value comes from, and what is refused in which words."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ import pytest
 from hypothesis import given as for_all
 from hypothesis import strategies as st
 
-from cachefs import config, link
-from cachefs.config import GIB, KEYS, MIB, Config, Location, given, load
+from cachefs import link
+from cachefs.config.load import given, load
+from cachefs.config.schema import KEYS, Config, table
+from cachefs.config.values import GIB, MIB, Location
 from cachefs.errors import InvalidError
 from cachefs.members import Members
 
@@ -272,4 +274,4 @@ def test_one_key_of_a_file_on_the_command_line_as_the_service_file_asks_for_it(t
 
 
 def test_the_readme_lists_every_key(readme_table):
-    assert readme_table("config") in (None, config.table())
+    assert readme_table("config") in (None, table())

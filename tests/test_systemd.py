@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from cachefs.config import KEYS
+from cachefs.config.schema import KEYS
 from cachefs.errors import CorruptError, DeniedError, FencedError, InvalidError, PendingError, ProbeError
 
 UNIT = Path(__file__).parent.parent / "systemd" / "cachefs@.service"

@@ -13,7 +13,7 @@ from rich.live import Live
 from cachefs import control
 from cachefs.cli import show
 from cachefs.cli.show import AsJson
-from cachefs.config import given
+from cachefs.config.load import given
 from cachefs.errors import InvalidError
 from cachefs.formats.names import to_text
 from cachefs.formats.records import State

@@ -1,4 +1,4 @@
-"""Command line options made from the configuration's one table (config.KEYS)."""
+"""Command line options made from the configuration's one table (config.schema.KEYS)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import Annotated, Any
 
 import typer
 
-from cachefs.config import KEYS, Key, given, load
+from cachefs.config.load import given, load
+from cachefs.config.schema import KEYS, Key
 
 ConfigFile = Annotated[
     Path | None, typer.Option("--config", help="TOML file with the settings of the mount", show_default=False)

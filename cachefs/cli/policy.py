@@ -8,7 +8,7 @@ import typer
 
 from cachefs.cli import show
 from cachefs.cli.show import AsJson
-from cachefs.config import location
+from cachefs.config.values import location
 from cachefs.errors import InvalidError
 from cachefs.policy import WHAT, Document, Place, document
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from cachefs.config import Config
+from cachefs.config.schema import Config
 from cachefs.errors import InvalidError
 from cachefs.generations.presets import Preset, Signal, check, from_config
 

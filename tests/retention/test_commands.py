@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from cachefs.cli.main import app
-from cachefs.config import KEYS
+from cachefs.config.schema import KEYS
 from cachefs.errors import CachefsError, DeniedError
 from cachefs.retention.plan import Policy
 from cachefs.store.directory import DirectoryStore
