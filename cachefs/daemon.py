@@ -19,7 +19,6 @@ import trio
 
 from cachefs import clock, control, metrics, notify
 from cachefs.config.schema import Config
-from cachefs.engine import load_of, store_of
 from cachefs.errors import CachefsError, PendingError, StagingError
 from cachefs.formats.keys import Keys
 from cachefs.formats.records import Meta, State
@@ -39,6 +38,7 @@ from cachefs.mount.kernel import Passthrough
 from cachefs.mount.tree import Tree
 from cachefs.observer import DaemonObserver
 from cachefs.reporter import Live, Reporter
+from cachefs.settings import load_of, store_of
 from cachefs.staging.capacity import Room
 from cachefs.staging.layout import Staging
 from cachefs.staging.pins import Pins

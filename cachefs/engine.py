@@ -16,18 +16,14 @@ import signal
 import socket
 import stat
 import sys
-from collections import Counter
 from collections.abc import Callable
-from typing import Any, TypeVar
 
 import msgspec
 import trio
 
-from cachefs import __version__, link, log
-from cachefs.config.schema import Config
-from cachefs.errors import CachefsError, DeniedError, NotFoundError, UnavailableError
+from cachefs import link, log
 from cachefs.flush.loose import LooseMirror
-from cachefs.flush.uploader import Flusher, FlushSettings
+from cachefs.flush.uploader import Flusher
 from cachefs.formats.keys import Keys
 from cachefs.formats.manifest import Manifest, Shard
 from cachefs.gate import Gate
@@ -43,20 +39,13 @@ from cachefs.publish.members import CloseAsked, Member
 from cachefs.publish.ownership import Ownership, lift_fences
 from cachefs.publish.publisher import Publisher
 from cachefs.publish.sealing import CLOSED_BY
-from cachefs.publish.settings import Settings as PublishSettings
+from cachefs.publish.settings import Settings
 from cachefs.publish.writes import Writes
 from cachefs.retention.keeper import Counts, Keeper
-from cachefs.retention.plan import Policy
+from cachefs.settings import flush_settings, publish_settings, retention_policy, store_of, threads
 from cachefs.staging.pins import PinReader
-from cachefs.store.base import ObjectStore
-from cachefs.store.hop import Threads
-from cachefs.store.open import open_store
+from cachefs.store.counting import CountingHop
 
-T = TypeVar("T")
-
-RESTORE_WORKERS = 4
-SPARE_REQUESTS = 8
-"""Requests beside those of the uploads: pointers, manifests, listings."""
 QUIET = 30.0
 """Seconds that the files of a save must be quiet after another member's weak close signal, if the configuration says
 nothing else.
@@ -64,68 +53,9 @@ nothing else.
 NICE = 10
 REPORT_EVERY = 0.5
 """Seconds between two figures."""
-_WRITES = {"put", "create_multipart"}
 _PR_SET_PDEATHSIG = 1
 _IOPRIO_SET, _IOPRIO_WHO_PROCESS, _IOPRIO_IDLE = 251, 1, 3 << 13
 """ioprio_set(2) on x86-64; other machines number it differently and keep their normal priority."""
-
-
-def threads(config: Config) -> int:
-    """Return how many requests may be under way at once."""
-    return config.upload_concurrency + RESTORE_WORKERS + SPARE_REQUESTS
-
-
-def store_of(config: Config) -> ObjectStore:
-    """Return the store of a configuration. Raises InvalidError."""
-    return open_store(config.store, endpoint_url=config.endpoint_url, region=config.region, connections=threads(config))
-
-
-def load_of(config: Config) -> loading.Load | None:
-    """Return how a restored copy is loaded, None below the level `load`. Raises InvalidError."""
-    if config.test_level != "load":
-        return None
-    return loading.configured(
-        config.load_command,
-        config.load_user,
-        timeout=config.load_timeout,
-        root=config.staging / "load",
-        reserve=config.reserve,
-    )
-
-
-class CountingHop:
-    """Hops into worker threads, and counts what the store answered."""
-
-    def __init__(self, store: ObjectStore, limit: int) -> None:
-        self._store = store
-        self._threads = Threads(limit)
-        self.requests: Counter[str] = Counter()
-        """Requests by "operation outcome"."""
-        self.health = "ok"
-        """`ok`, or the last problem of the store in words."""
-        self.failed: Callable[[CachefsError], None] = lambda error: None
-        """Hears of every error."""
-
-    async def __call__(self, fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """Run the call in a worker thread. Raises what it raises."""
-        request = getattr(fn, "__self__", None) is self._store
-        outcome = "ok"
-        try:
-            result = await self._threads(fn, *args, **kwargs)
-        except CachefsError as error:
-            self.failed(error)
-            outcome = error.reason if isinstance(error, UnavailableError) else type(error).__name__
-            missing = isinstance(error, NotFoundError) and request and fn.__name__ in _WRITES
-            if missing or isinstance(error, UnavailableError | DeniedError):
-                self.health = str(error)
-            raise
-        else:
-            if request:
-                self.health = "ok"
-            return result
-        finally:
-            if request:
-                self.requests[f"{fn.__name__} {outcome}"] += 1
 
 
 class Engine:
@@ -151,12 +81,7 @@ class Engine:
             self._keys,
             self._hop,
             self._pins,
-            FlushSettings(
-                member=config.member,
-                part_size=config.part_size,
-                upload_concurrency=config.upload_concurrency,
-                bandwidth=config.bandwidth,
-            ),
+            flush_settings(config),
             on_flushed=self._wake_publisher,
         )
         self._placer = Placer(configured(config), config.run)
@@ -229,7 +154,7 @@ class Engine:
         """Flush and publish."""
         config = self._config
         await self._hop(loading.sweep, config.staging / "load")
-        settings = self._settings(ranges)
+        settings = publish_settings(config, ranges)
         if not settings.owner:
             await self._journal.write(lift_fences)
         async with trio.open_nursery() as nursery:
@@ -259,25 +184,7 @@ class Engine:
     def _writes(self) -> Writes:
         return Writes(self._store, self._keys, self._hop)
 
-    def _settings(self, ranges: bool) -> PublishSettings:
-        config, members = self._config, self._config.membership
-        return PublishSettings(
-            member=members.name,
-            host=members.name,
-            writer=f"cachefs {__version__}",
-            names=members.names,
-            count=members.count,
-            owner=members.owner,
-            poll=config.pointer_poll,
-            absent_after=config.member_settle,
-            deadline=config.member_deadline,
-            level="checksum" if config.test_level == "checksum" else "bytes",
-            load=load_of(config),
-            workers=RESTORE_WORKERS,
-            ranges=ranges,
-        )
-
-    async def _own(self, settings: PublishSettings, nursery: trio.Nursery) -> Collector:
+    async def _own(self, settings: Settings, nursery: trio.Nursery) -> Collector:
         """Start what only the owner of runs does."""
         config = self._config
         ownership = Ownership(
@@ -309,7 +216,7 @@ class Engine:
         if config.gc:
             keeper = Keeper(
                 self._writes(),
-                Policy(config.keep_last, config.keep_hourly, config.keep_daily, config.gc_grace),
+                retention_policy(config),
                 ownership.owned,
                 self._collected,
                 interval=config.gc_interval,

@@ -2,6 +2,7 @@
 
 base.py                      the protocol and its rules
 open.py, hop.py              from a URL to a store; from async code to a store
+counting.py                  the hop that counts a store's answers
 s3*.py                       S3 through boto3: requests, answers, bodies, errors
 directory.py, file*.py       a directory: keys, records, uploads, files
 memory.py                    memory, for tests
