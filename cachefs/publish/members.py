@@ -139,22 +139,8 @@ class Member:
             for save in joined.saves(self._journal, run)
             if save.generation == opened.generation and _waits(save)
         ]
-        record = SharedRecord(
-            attempt=attempt,
-            run=run,
-            generation=opened.generation,
-            kind=opened.kind,
-            step=opened.step,
-            epoch=opened.epoch,
-            ordinal=opened.ordinal,
-            members=opened.members,
-            count=opened.count,
-            seq=seen.pointer.seq,
-            wish=opened.wish,
-            late=late,
-            waiting=tuple(waiting),
-        )
-        await self._put(record)
+        record = _shared(opened, seen, epoch=opened.epoch, ordinal=opened.ordinal)
+        await self._put(msgspec.structs.replace(record, late=late, waiting=tuple(waiting)))
         return True
 
     async def _take_back(self, run: str, seen: Seen) -> None:
@@ -172,19 +158,7 @@ class Member:
         for save in joined.saves(self._journal, run):
             if save.opened_epoch is None or save.shared or save.state.final or save.attempt in listed:
                 continue
-            record = SharedRecord(
-                attempt=save.attempt,
-                run=run,
-                generation=save.generation,
-                kind=save.kind,
-                step=save.step,
-                epoch=save.opened_epoch,
-                ordinal=save.ordinal or 0,
-                members=save.members,
-                count=save.count,
-                seq=seen.pointer.seq,
-            )
-            await self._put(record)
+            await self._put(_shared(save, seen, epoch=save.opened_epoch, ordinal=save.ordinal or 0))
             await self._journal.write(partial(joined.join, Join(save.attempt, save.attempt)))
 
     async def _small(self, key: str, kind: type[Any]) -> Any:
@@ -294,6 +268,25 @@ class Member:
     def _doubtful(self, save: AttemptRecord) -> AttemptRecord | None:
         same = [one for one in joined.saves(self._journal, save.run) if one.generation == save.generation]
         return joining.doubtful(same, self._started) if self._settings.count > 1 else None
+
+
+def _shared(opened: Open | AttemptRecord, seen: Seen, *, epoch: int, ordinal: int) -> SharedRecord:
+    """Return the record of an attempt that another daemon drives, from its open record or from ours of the time when
+    this member was the owner; `seen` is a pointer that lists it, or a later one.
+    """
+    return SharedRecord(
+        attempt=opened.attempt,
+        run=opened.run,
+        generation=opened.generation,
+        kind=opened.kind,
+        step=opened.step,
+        epoch=epoch,
+        ordinal=ordinal,
+        members=opened.members,
+        count=opened.count,
+        seq=seen.pointer.seq,
+        wish=opened.wish,
+    )
 
 
 def _waits(save: AttemptRecord) -> bool:
