@@ -12,6 +12,7 @@ joining.py      pure: which save of a member belongs to which attempt, who reads
 members.py      a member's part: find attempts, join them, hear of their close
 answering.py    ... and its answers: report, share of the restore test, what became of the attempt
 joined.py       what both leave in the journal
+wishes.py       how a member asks the owner for an attempt, and which wishes of others are due
 collecting.py   the owner's part: open what others ask for, collect reports, take over, end
 sharing.py      the restore test of several members
 looking.py      the task that looks at the bucket, at the pace of pace.py

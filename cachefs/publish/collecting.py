@@ -25,6 +25,7 @@ from cachefs.publish.joining import attempt_for
 from cachefs.publish.ownership import Ownership
 from cachefs.publish.settings import Settings
 from cachefs.publish.steps import update
+from cachefs.publish.wishes import OthersWishes
 from cachefs.publish.writes import Writes
 from cachefs.restore.reader import Seen
 
@@ -53,10 +54,7 @@ class Collector:
         self._changed = changed
         self._reports: dict[str, dict[str, MemberReport]] = {}
         self._since: dict[str, float] = {}
-        self._listed = promotion.Listed(writes)
-        self._wishes: dict[str, Wanted] = {}
-        self._served: set[str] = set()
-        """Saves that are part of an attempt: what they wished for before is granted."""
+        self._wishes = OthersWishes(journal, writes)
 
     def fenced(self, run: str) -> bool:
         """Return whether this daemon has lost the run."""
@@ -64,7 +62,7 @@ class Collector:
 
     async def look(self, run: str, seen: Seen | None) -> None:
         """Look at a run once and do what follows; `seen` is its pointer. Raises FencedError, and the store's errors."""
-        wishes = await self._wanted(run, seen) if self._settings.count > 1 else {}
+        wishes = await self._wishes.due(run, seen) if self._settings.count > 1 else {}
         if wishes or (seen is not None and (self._unknown(seen) or self._over(seen))):
             await self._ownership.acquire(run)
         if self._ownership.epoch(run) is None:
@@ -143,54 +141,6 @@ class Collector:
 
     # what other members ask for
 
-    async def _wanted(self, run: str, seen: Seen | None) -> dict[str, Wanted]:
-        """Return one wish for each generation of which nothing is open, unless it was granted before."""
-        keys = self._writes.keys
-        listing = await self._writes.hop(self._writes.store.list, keys.wanted(run))
-        waiting = [key for key in listing.keys if keys.name_of(key) not in self._served]
-        if not waiting:
-            return {}
-        with self._journal.read() as txn:
-            busy = {one.generation for one in txn.attempts.scan() if one.run == run and not one.state.final}
-        due: dict[str, Wanted] = {}
-        for key in waiting:
-            wish = self._wishes.get(key) or await self._wish(run, key)
-            if wish is None or wish.generation in busy or wish.generation in due:
-                continue
-            granted = attempt_for(wish.attempt)
-            with self._journal.read() as txn:
-                over = txn.attempts.get(granted) is not None
-            if over or (seen is not None and await self._is_granted(wish, seen)):
-                self._served.add(wish.attempt)  # granted by an earlier owner, or long ago
-            else:
-                due[wish.generation] = wish
-        return due
-
-    async def _is_granted(self, wish: Wanted, seen: Seen) -> bool:
-        """Return whether an attempt was opened for a wish, or its save was reported as part of another one: wishes
-        outlive their owner, and what they wish for.
-        """
-        ever = await self._listed.ever(wish.run, seen)
-        if attempt_for(wish.attempt) in ever:
-            return True
-        for attempt, generation in ever.items():
-            if generation == wish.generation:
-                key = self._writes.keys.member(wish.run, attempt, wish.member)
-                found = await self._writes.hop(self._writes.store.get, key)
-                if found is not None and decode(found[1], MemberReport, key).save == wish.attempt:
-                    return True
-        return False
-
-    async def _wish(self, run: str, key: str) -> Wanted | None:
-        found = await self._writes.hop(self._writes.store.get, key)
-        if found is None:
-            return None
-        wish = decode(found[1], Wanted, key)
-        if wish.run != run or key != self._writes.keys.wanted(run, wish.attempt):
-            raise CorruptError(f"{key} is a wish for another attempt", hint="remove that object's version")
-        self._wishes[key] = wish
-        return wish
-
     async def _open(self, wish: Wanted) -> None:
         settings = self._settings
         alone = wish.kind == "file"
@@ -236,7 +186,7 @@ class Collector:
             found = None if member in reports else await self._writes.hop(self._writes.store.get, key)
             if found is not None:
                 reports[member] = decode(found[1], MemberReport, key)
-                self._served.add(reports[member].save)
+                self._wishes.granted(reports[member].save)
 
     async def _judge(self, attempt: AttemptRecord) -> None:
         reports = self._reports[attempt.attempt]

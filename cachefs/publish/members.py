@@ -3,7 +3,7 @@
 A look reads the run's pointer, whose list names the open attempts, and for each of them one small object: its close
 record until there is one, then the manifest. Everything a look finds out is in the journal before anything follows from
 it (SharedRecord, joined.py), so a restart goes on. joining.py decides which save belongs to which attempt; the answers
-are given in answering.py; the owner's side is collecting.py.
+are given in answering.py, the owner is asked for attempts in wishes.py; the owner's side is collecting.py.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import trio
 
 from cachefs.errors import CorruptError, UnavailableError
 from cachefs.formats.codec import decode
-from cachefs.formats.manifest import Close, Open, Wanted
+from cachefs.formats.manifest import Close, Open
 from cachefs.formats.records import AttemptRecord, RunRecord, SharedRecord
 from cachefs.journal import Journal
 from cachefs.publish import joined, joining, sealing
@@ -26,11 +26,10 @@ from cachefs.publish.answering import Answers
 from cachefs.publish.joining import Absent, Decision, Join, Refuse
 from cachefs.publish.promotion import Listed
 from cachefs.publish.settings import Confirm, Settings, sure
+from cachefs.publish.wishes import OwnWishes
 from cachefs.publish.writes import Writes
 from cachefs.restore.reader import Seen, read_pointer
 
-WANTED = "waits for an owner of the run to open it"
-"""What a save of this member waits for, as the status shows it."""
 _log = structlog.get_logger(__name__)
 
 
@@ -81,10 +80,7 @@ class Member:
         self._closes: dict[str, Close] = {}
         """Close records of attempts that this daemon opened."""
         self._absent_since: dict[str, float] = {}
-        self._alone: dict[str, dict[str, int]] = {}
-        """By run and save: at how many looks it found no attempt."""
-        self._asked: set[str] = set()
-        """The saves for which the owner was asked."""
+        self._wishes = OwnWishes(journal, writes, settings.member)
 
     async def look(self, run: str, *, new: bool = False) -> Seen | None:
         """Look at a run once and do what follows; return its pointer. `new` says that the run did not exist when this
@@ -124,7 +120,7 @@ class Member:
                 await self._journal.write(partial(joined.join, Join(entry.attempt, entry.attempt)))
         for save in joined.saves(self._journal, run):  # granted, and ended before this member looked again
             granted = joining.attempt_for(save.attempt)
-            lonely = self._alone.get(run, {}).get(save.attempt, 0) > 2 and granted not in known
+            lonely = self._wishes.looks(run, save.attempt) > 2 and granted not in known
             if lonely and granted in await self._listed.ever(run, seen):
                 await self._take_up(run, granted, seen, late=False)
         await self._take_back(run, seen)
@@ -236,34 +232,18 @@ class Member:
                 await self._journal.write(partial(joined.refuse, decision))
 
     async def _want(self, run: str) -> None:
-        """Ask the owner for an attempt where a save has found none at two looks."""
+        """Ask the owner for the saves that find no attempt; end those of a name that is in doubt."""
         known = {
             record.generation
             for record in joined.shared(self._journal, run)
             if not record.report and not record.refused
         }
-        lonely = [s for s in joined.saves(self._journal, run) if s.opened_epoch is None and not s.state.final]
-        lonely = [save for save in lonely if save.generation not in known]
+        lonely = [s for s in joined.saves(self._journal, run) if _waits(s) and s.generation not in known]
         for save in lonely:
             if (doubt := self._doubtful(save)) is not None:
                 await self._journal.write(partial(joined.abandon, save, joining.doubts(doubt)))
-        if self._settings.owner:
-            return  # the publisher opens them
-        before = self._alone.get(run, {})
-        self._alone[run] = alone = {save.attempt: before.get(save.attempt, 0) + 1 for save in lonely}
-        for save in lonely:
-            if alone[save.attempt] > 1 and save.attempt not in self._asked:
-                wanted = Wanted(
-                    run=run,
-                    generation=save.generation,
-                    attempt=save.attempt,
-                    member=self._settings.member,
-                    kind=save.kind,
-                    step=save.step,
-                )
-                await self._writes.create(self._writes.keys.wanted(run, save.attempt), wanted, _equal)
-                self._asked.add(save.attempt)
-                await self._journal.write(partial(joined.show, save.attempt, WANTED))
+        if not self._settings.owner:  # else the publisher opens them
+            await self._wishes.ask(run, lonely)
 
     def _doubtful(self, save: AttemptRecord) -> AttemptRecord | None:
         same = [one for one in joined.saves(self._journal, save.run) if one.generation == save.generation]
@@ -291,7 +271,3 @@ def _shared(opened: Open | AttemptRecord, seen: Seen, *, epoch: int, ordinal: in
 
 def _waits(save: AttemptRecord) -> bool:
     return save.opened_epoch is None and not save.state.final
-
-
-def _equal(theirs: Wanted, ours: Wanted) -> bool:
-    return theirs == ours

@@ -1,0 +1,124 @@
+"""Wishes: with the object `wanted/<save>.json`, a member asks the owner of the run to open an attempt for a save that
+has found none. They stay in the bucket: they outlive the owner, and what they wish for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from cachefs.errors import CorruptError
+from cachefs.formats.codec import decode
+from cachefs.formats.manifest import MemberReport, Wanted
+from cachefs.formats.records import AttemptRecord
+from cachefs.journal import Journal
+from cachefs.publish import joined
+from cachefs.publish.joining import attempt_for
+from cachefs.publish.promotion import Listed
+from cachefs.publish.writes import Writes
+from cachefs.restore.reader import Seen
+
+WANTED = "waits for an owner of the run to open it"
+"""What a save of this member waits for, as the status shows it."""
+
+
+class OwnWishes:
+    """What this member wishes for, on a daemon that is not the owner."""
+
+    def __init__(self, journal: Journal, writes: Writes, member: str) -> None:
+        self._journal = journal
+        self._writes = writes
+        self._member = member
+        self._looks: dict[str, dict[str, int]] = {}
+        self._asked: set[str] = set()
+
+    def looks(self, run: str, save: str) -> int:
+        """Return at how many looks in a row a save has found no attempt."""
+        return self._looks.get(run, {}).get(save, 0)
+
+    async def ask(self, run: str, lonely: Sequence[AttemptRecord]) -> None:
+        """Count a look at which these saves found no attempt; ask for one where it was not the first. Raises the
+        store's errors.
+        """
+        self._looks[run] = {save.attempt: self.looks(run, save.attempt) + 1 for save in lonely}
+        for save in lonely:
+            if self.looks(run, save.attempt) > 1 and save.attempt not in self._asked:
+                wanted = Wanted(
+                    run=run,
+                    generation=save.generation,
+                    attempt=save.attempt,
+                    member=self._member,
+                    kind=save.kind,
+                    step=save.step,
+                )
+                await self._writes.create(self._writes.keys.wanted(run, save.attempt), wanted, _equal)
+                self._asked.add(save.attempt)
+                await self._journal.write(partial(joined.show, save.attempt, WANTED))
+
+
+class OthersWishes:
+    """What other members wish for, on the daemon that is the owner."""
+
+    def __init__(self, journal: Journal, writes: Writes) -> None:
+        self._journal = journal
+        self._writes = writes
+        self._listed = Listed(writes)
+        self._wishes: dict[str, Wanted] = {}
+        self._served: set[str] = set()
+        """Saves that are part of an attempt, or were: what they wished for is granted."""
+
+    def granted(self, save: str) -> None:
+        """Note that a save is part of an attempt: what it was wished for has come."""
+        self._served.add(save)
+
+    async def due(self, run: str, seen: Seen | None) -> dict[str, Wanted]:
+        """Return one wish for each generation of which nothing is open, unless it was granted before; `seen` is the
+        run's pointer. Raises the store's errors, CorruptError for a wish under another one's key.
+        """
+        keys = self._writes.keys
+        listing = await self._writes.hop(self._writes.store.list, keys.wanted(run))
+        waiting = [key for key in listing.keys if keys.name_of(key) not in self._served]
+        if not waiting:
+            return {}
+        with self._journal.read() as txn:
+            busy = {one.generation for one in txn.attempts.scan() if one.run == run and not one.state.final}
+        due: dict[str, Wanted] = {}
+        for key in waiting:
+            wish = self._wishes.get(key) or await self._read(run, key)
+            if wish is None or wish.generation in busy or wish.generation in due:
+                continue
+            granted = attempt_for(wish.attempt)
+            with self._journal.read() as txn:
+                over = txn.attempts.get(granted) is not None
+            if over or (seen is not None and await self._is_granted(wish, seen)):
+                self.granted(wish.attempt)  # by an earlier owner, or long ago
+            else:
+                due[wish.generation] = wish
+        return due
+
+    async def _is_granted(self, wish: Wanted, seen: Seen) -> bool:
+        """Return whether an attempt was opened for a wish, or its save was reported as part of another one."""
+        ever = await self._listed.ever(wish.run, seen)
+        if attempt_for(wish.attempt) in ever:
+            return True
+        for attempt, generation in ever.items():
+            if generation == wish.generation:
+                key = self._writes.keys.member(wish.run, attempt, wish.member)
+                found = await self._writes.hop(self._writes.store.get, key)
+                if found is not None and decode(found[1], MemberReport, key).save == wish.attempt:
+                    return True
+        return False
+
+    async def _read(self, run: str, key: str) -> Wanted | None:
+        found = await self._writes.hop(self._writes.store.get, key)
+        if found is None:
+            return None
+        wish = decode(found[1], Wanted, key)
+        if wish.run != run or key != self._writes.keys.wanted(run, wish.attempt):
+            raise CorruptError(f"{key} is a wish for another attempt", hint="remove that object's version")
+        self._wishes[key] = wish
+        return wish
+
+
+def _equal(theirs: Wanted, ours: Wanted) -> bool:
+    return theirs == ours
