@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import zipfile
 from itertools import count
 
@@ -20,6 +21,7 @@ from cachefs.generations.actions import (
 from cachefs.generations.catalog import AUTO
 from cachefs.generations.detector import Detector
 from cachefs.generations.placement import Placer
+from cachefs.generations.presets import Preset
 from cachefs.staging.changes import Change, Kind
 
 
@@ -229,6 +231,7 @@ def safetensors_bytes(size: int = 64) -> bytes:
 
 ZIP = torch_zip()
 TENSORS = safetensors_bytes()
+INDEX = json.dumps({"metadata": {}, "weight_map": {"a": "model-00001-of-00002.safetensors"}}).encode()
 
 
 def dcp_metadata(*names: str) -> bytes:
@@ -250,3 +253,16 @@ def dcp_save(world: World, path: str, ranks: int = 2, *, close: bool = True) -> 
     if f"{path}/.metadata".encode() in world.files:
         world.unlink(f"{path}/.metadata")
     world.rename(f"{path}/.metadata.tmp", f"{path}/.metadata")
+
+
+def preset_fields(preset: Preset) -> dict[str, object]:
+    """Return a built-in preset as a user would write it down, but for its name."""
+    return {
+        "pattern": preset.pattern,
+        "close": [{"on": signal.on, "names": list(signal.names)} for signal in preset.close],
+        "strength": preset.strength,
+        "rank_files": list(preset.rank_files),
+        "evidence": list(preset.evidence),
+        "generic": preset.generic,
+        "quiet": preset.quiet,
+    }

@@ -1,0 +1,165 @@
+"""One save of each trainer (Hugging Face, Accelerate, Lightning), in the order it writes: closed by the right event,
+and not one event earlier.
+"""
+
+from __future__ import annotations
+
+from cachefs.generations.catalog import BUILTIN
+from cachefs.generations.presets import from_config
+
+from .world import INDEX, TENSORS, ZIP, World, dcp_save, preset_fields
+
+
+def hf(world, path="out/checkpoint-500"):
+    world.put(f"{path}/config.json")
+    temp = world.create(f"{path}/.tmpAbC", TENSORS)  # safetensors 0.8: renamed while it is open
+    world.rename(f"{path}/.tmpAbC", f"{path}/model.safetensors")
+    temp.close()
+    world.put(f"{path}/optimizer.pt", ZIP)
+    return path
+
+
+def test_hf_trainer():
+    world = World()
+    path = hf(world)
+    world.wait(1000)
+    assert not world.closes
+    world.put(f"{path}/trainer_state.json", b"{}")
+    rank1 = world.create(f"{path}/rng_state_1.pth", ZIP)
+    world.wait(60)
+    assert not world.closes
+    rank1.close()
+    world.put(f"{path}/adapter/adapter_model.safetensors", TENSORS)
+    world.wait(29)
+    assert not world.closes
+    world.wait(2)
+    assert world.closes == [(path, "hf-trainer", 500)]
+    assert world.opens == [path]
+
+
+def test_hf_trainer_index_of_a_missing_shard():
+    world = World()
+    path = hf(world)
+    world.put(f"{path}/model.safetensors.index.json", INDEX)
+    world.put(f"{path}/trainer_state.json", b"{}")
+    world.wait(1000)
+    assert not world.closes
+    assert "model-00001-of-00002.safetensors" in world.detector.open_saves()[path.encode()]
+    world.put(f"{path}/model-00001-of-00002.safetensors", TENSORS)
+    world.wait(31)
+    assert not world.closes, "one of two files of a counted set"
+    world.put(f"{path}/model-00002-of-00002.safetensors", TENSORS)
+    world.wait(31)
+    assert len(world.closes) == 1
+
+
+def test_hf_trainer_blocked_by_its_sentinel():
+    world = World()
+    path = "out/checkpoint-5"
+    world.put(f"{path}/checkpoint-is-incomplete.txt")
+    hf(world, path)
+    world.put(f"{path}/trainer_state.json", b"{}")
+    world.wait(1000)
+    assert not world.closes
+    world.unlink(f"{path}/checkpoint-is-incomplete.txt")
+    world.wait(31)
+    assert world.closes == [(path, "hf-trainer", 5)]
+
+
+def test_hf_trainer_with_fsdp_and_deepspeed_nested():
+    world = World()
+    path = "out/checkpoint-5"
+    dcp_save(world, f"{path}/pytorch_model_fsdp_0")
+    dcp_save(world, f"{path}/optimizer_0")
+    world.put(f"{path}/global_step5/mp_rank_00_model_states.pt", ZIP)
+    world.put(f"{path}/latest", b"global_step5")
+    world.wait(1000)
+    assert world.opens == [path]
+    assert not world.closes
+    world.put(f"{path}/trainer_state.json", b"{}")
+    world.wait(31)
+    assert world.closes == [(path, "hf-trainer", 5)]
+
+
+def test_hf_trainer_with_a_temporary_directory():
+    world = World()
+    hf(world, "out/tmp-checkpoint-5")
+    world.put("out/tmp-checkpoint-5/trainer_state.json", b"{}")
+    world.wait(1000)
+    assert not world.closes
+    world.rename("out/tmp-checkpoint-5", "out/checkpoint-5")
+    assert world.moves == [("out/tmp-checkpoint-5", "out/checkpoint-5")]
+    assert world.closes == [("out/checkpoint-5", "hf-trainer-tmp", 5)]
+
+
+def test_accelerate_closes_when_the_next_save_starts():
+    world = World()
+    for name in ("model.safetensors", "optimizer.bin", "random_states_0.pkl", "custom_checkpoint_0.pkl"):
+        world.put(f"p/checkpoint_1/{name}", TENSORS if name.endswith("safetensors") else b"x")
+    world.wait(10_000)
+    assert not world.closes
+    world.put("p/checkpoint_2/model.safetensors", TENSORS)
+    world.wait(61)
+    assert world.closes == [("p/checkpoint_1", "accelerate", 1)]
+
+
+def test_accelerate_with_configured_ranks():
+    fields = preset_fields(BUILTIN["accelerate"])
+    world = World(from_config([{"name": "accelerate", **fields, "ranks": 2}]))
+    world.put("p/checkpoint_1/random_states_0.pkl")
+    world.wait(1000)
+    assert not world.closes
+    world.put("p/checkpoint_1/random_states_1.pkl")
+    world.wait(61)
+    assert len(world.closes) == 1
+
+
+def test_lightning_file_written_by_copy():
+    world = World()
+    handle = world.create("ck/epoch=0-step=2.ckpt", ZIP[:100])
+    handle.write(ZIP[100:])
+    assert not world.closes
+    handle.close()
+    assert world.closes == [("ck/epoch=0-step=2.ckpt", "lightning", 2)]
+
+
+def test_lightning_last_is_overwritten_in_place():
+    world = World()
+    for _ in range(3):
+        world.put("ck/last.ckpt", ZIP)
+    assert world.closes == [("ck/last.ckpt", "single", None)] * 3
+    assert len(world.opens) == 3
+
+
+def test_lightning_last_as_a_link():
+    world = World()
+    world.put("ck/epoch=0-step=2.ckpt", ZIP)
+    world.symlink("epoch=0-step=2.ckpt", "ck/last.ckpt")
+    assert len(world.closes) == 1
+    assert "ck/last.ckpt" in world.loose
+
+
+def test_lightning_sharded_closes_on_meta_and_again_in_place():
+    world = World()
+    path = "ck/last.ckpt"
+    for attempt in (1, 2):
+        dcp_save(world, path)
+        world.wait(1000)
+        assert len(world.closes) == attempt - 1, "an old meta.pt proves nothing"
+        meta = world.create(f"{path}/meta.pt", ZIP)
+        assert len(world.closes) == attempt - 1
+        meta.close()
+        assert len(world.closes) == attempt
+    assert world.closes == [(path, "lightning-sharded", None)] * 2
+
+
+def test_lightning_with_deepspeed():
+    world = World()
+    path = "ck/epoch=0-step=2.ckpt"
+    world.put(f"{path}/checkpoint/mp_rank_00_model_states.pt", ZIP)
+    world.wait(1000)
+    world.put(f"{path}/latest", b"checkpoint")
+    world.wait(29)
+    assert not world.closes
+    world.wait(2)
+    assert world.closes == [(path, "lightning-deepspeed", 2)]

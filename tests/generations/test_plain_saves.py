@@ -1,0 +1,61 @@
+"""Training loops without a framework: files, directories, presets of the user's, and what is no save."""
+
+from __future__ import annotations
+
+from cachefs.generations.catalog import select
+from cachefs.generations.presets import from_config
+from cachefs.staging.changes import Change, Kind
+
+from .world import ZIP, World, dcp_save
+
+
+def test_plain_loop_in_place():
+    world = World()
+    for _ in range(2):
+        handle = world.create("r/model.pt", ZIP[:50])
+        world.wait(1000)
+        handle.write(ZIP[50:]).close()
+    assert world.closes == [("r/model.pt", "single", None)] * 2
+
+
+def test_plain_directories_close_when_the_next_starts():
+    world = World(select(["auto", "plain"]))
+    for step in (10, 20):
+        world.put(f"r/step_{step}/model.pt", ZIP)
+        world.wait(100)
+        world.put(f"r/step_{step}/optim.pt", ZIP)
+        world.wait(1000)
+    assert world.closes == [("r/step_10", "plain", 10)]
+    dcp_save(world, "r/step_30")
+    world.wait(11)
+    assert sorted(world.closes[1:]) == [("r/step_20", "plain", 20), ("r/step_30", "dcp", 30)]
+
+
+def test_plain_directory_with_a_torn_file_stays_open():
+    world = World(select(["auto", "plain"]))
+    world.put("r/step-10/model.pt", ZIP[:60])
+    world.put("r/step-20/model.pt", ZIP)
+    world.wait(1000)
+    assert not world.closes
+
+
+def test_own_quiet_preset():
+    table = {"name": "q", "pattern": "q(?P<step>[0-9]+)", "strength": "D", "quiet": 20, "close": [{"on": "quiet"}]}
+    world = World(from_config([table]))
+    world.put("r/q5/a")
+    world.wait(15)
+    world.put("r/q5/b")
+    world.wait(15)
+    assert not world.closes
+    world.wait(6)
+    assert world.closes == [("r/q5", "q", 5)]
+
+
+def test_loose_files_stay_loose():
+    world = World()
+    world.put("r/progress.txt")
+    world.put("r/events.out.tfevents.1")
+    world.put("training_args.bin")
+    world.tell(Change(Kind.MADE_DIR, b"r/step-1", is_dir=True))
+    assert world.loose == ["r/progress.txt", "r/events.out.tfevents.1", "training_args.bin"]
+    assert not world.opens
