@@ -142,7 +142,7 @@ def test_a_file_keeps_its_identity_when_it_is_overwritten_after_its_save_closed(
 
 def test_a_reader_of_a_pinned_file_that_is_emptied_reads_one_file(mounted, mnt):
     """Through the daemon it reads what the file holds now; through the kernel what it opened, if it was not published
-    by then (test_datapath.py keeps it from that). Never a mixture.
+    by then (test_datapath_holders.py keeps it from that). Never a mixture.
     """
     put(mnt / "x.pt", b"first")
     reader = os.open(mnt / "x.pt", os.O_RDONLY)

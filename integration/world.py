@@ -19,6 +19,10 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from cachefs import control
+from cachefs.formats.keys import Keys
+from cachefs.restore import reader
+from cachefs.restore.shards import read_shard
+from cachefs.store.open import open_store
 from integration.bucket import Bucket
 from integration.machines import Machine, Switch
 from integration.node import Node, await_condition
@@ -143,6 +147,15 @@ def writes_pointer(kind: str) -> Callable[[Request], bool]:
     return lambda request: (
         request.key.endswith("/pointer.json") and request.method == "PUT" and json.loads(request.body)["kind"] == kind
     )
+
+
+def published(one: Node, run: str, generation: str) -> bytes:
+    """Return the bytes of a single-file generation in a directory store."""
+    store = open_store(one.store)
+    (shard,) = reader.load_manifest(store, run, reader.find(store, Keys(store.prefix), run, generation)).shards
+    found = bytearray()
+    read_shard(store, shard, lambda _at, data: found.extend(data))
+    return bytes(found)
 
 
 def assert_same(found: dict[str, bytes], saved: dict[str, bytes]) -> None:
