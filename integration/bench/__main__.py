@@ -37,7 +37,7 @@ def data_paths(place: Path, staging: Path, *, rounds: int, files: int, size: int
         local = ("--no-publish", "--reserve", "0")
         served = stack.enter_context(targets.rclone_serve(place))
         compared = [
-            targets.Target("raw", raw),
+            targets.Target("raw", raw, raw),
             stack.enter_context(targets.cachefs("kernel", place, staging, store, *local, "--data-path", "kernel")),
             stack.enter_context(targets.cachefs("python", place, staging, store, *local, "--data-path", "python")),
             stack.enter_context(targets.pyfuse3_example(place, staging)),
@@ -62,8 +62,8 @@ def one_round(target: targets.Target, number: int, *, files: int, size: int, cou
     found = {"save, 16 MiB writes, B/s": workload.save(where, files=files, size=size, block=16 * MIB, seed=number)}
     if target.pid:
         found["daemon CPU s per GiB written"] = (target.cpu() - cpu) * (1 << 30) / (files * size)
-    found["read cold, B/s"] = workload.read(where, cold=True)
-    found["read warm, B/s"] = workload.read(where, cold=False)
+    found["read cold, B/s"] = workload.read(where, backing=target.backing / where.name)
+    found["read warm, B/s"] = workload.read(where)
     found["save, 128 KiB writes, B/s"] = workload.save(where, files=files, size=size, block=MIB // 8, seed=number)
     found |= workload.metadata(where, count=count)
     shutil.rmtree(where)

@@ -7,6 +7,7 @@ import resource
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 from integration.bench import targets, workload
@@ -56,7 +57,17 @@ def flush(target: targets.Target, number: int, size: int) -> dict[str, float]:
 
 def await_state(path: Path, states: tuple[str, ...]) -> None:
     """Wait until a save has reached one of some states, asking the mount itself."""
-    targets.await_true(lambda: os.getxattr(path, "user.cachefs.state").decode() in states, f"{path} is {states}")
+    targets.await_true(lambda: state(path) in states, f"{path} is {states}")
+
+
+def state(path: Path) -> str:
+    """Return how far a save is."""
+    return os.getxattr(path, "user.cachefs.state").decode()
+
+
+def is_flushing(path: Path) -> bool:
+    """Return whether bytes of a save are still to be sent."""
+    return state(path) in ("open", "staged")
 
 
 def copy(place: Path, staging: Path, endpoint: str, number: int) -> dict[str, float]:
@@ -78,18 +89,18 @@ def copy(place: Path, staging: Path, endpoint: str, number: int) -> dict[str, fl
 
 
 def latency(place: Path, staging: Path, endpoint: str, rounds: int, seconds: float) -> list[dict[str, float]]:
-    """Compare the latency of open and close on an idle mount and while it flushes at full rate, in turn."""
+    """Compare the latency of open and close, in turn on an idle mount for `seconds` and as long as it flushes 2 GiB."""
     figures = []
     with targets.cachefs("latency", place, staging, "s3://bench/late", "--endpoint-url", endpoint, *OPTIONS) as target:
-        workload.latencies(target.directory, seconds=1)
+        workload.latencies(target.directory, workload.lasting(1))
         for number in range(rounds):
-            idle = workload.latencies(target.directory, seconds=seconds)
+            idle = workload.latencies(target.directory, workload.lasting(seconds))
             temps = [write(target, f"{number}{part}", GIB // 2) for part in range(4)]
-            for temp in temps:
-                temp.rename(temp.with_name(temp.name.removeprefix("tmp-")))
-            busy = workload.latencies(target.directory, seconds=seconds)
-            for temp in temps:
-                final = temp.with_name(temp.name.removeprefix("tmp-"))
+            finals = [temp.with_name(temp.name.removeprefix("tmp-")) for temp in temps]
+            for temp, final in zip(temps, finals, strict=True):
+                temp.rename(final)
+            busy = workload.latencies(target.directory, partial(is_flushing, finals[-1]))
+            for final in finals:
                 await_state(final, ("published",))
                 (final / "model.bin").unlink()
             p99 = [workload.percentile(taken, 0.99) * 1000 for taken in (idle, busy)]

@@ -26,10 +26,11 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 
 @dataclass(frozen=True)
 class Target:
-    """One directory under test; `pid` is its daemon's, 0 for none."""
+    """One directory under test; its files are in `backing` on the staging medium. `pid` is its daemon's, 0 for none."""
 
     name: str
     directory: Path
+    backing: Path
     pid: int = 0
 
     def cpu(self) -> float:
@@ -80,7 +81,7 @@ def process(command: list[str], log: Path, **environ: str) -> Iterator[subproces
 
 
 @contextmanager
-def mounted(name: str, command: list[str], place: Path, mnt: Path, **environ: str) -> Iterator[Target]:
+def mounted(name: str, command: list[str], place: Path, mnt: Path, backing: Path, **environ: str) -> Iterator[Target]:
     """Run a FUSE daemon; unmount whatever happens."""
     mnt.mkdir(parents=True, exist_ok=True)
     with process(command, place / f"{name}.log", **environ) as child:
@@ -88,7 +89,7 @@ def mounted(name: str, command: list[str], place: Path, mnt: Path, **environ: st
             await_true(lambda: os.path.ismount(mnt) or child.poll() is not None, f"{name} mounts")
             if child.poll() is not None:
                 raise RuntimeError(f"{name}: {(place / f'{name}.log').read_text()[-2000:]}")
-            yield Target(name, mnt, child.pid)
+            yield Target(name, mnt, backing, child.pid)
         finally:
             subprocess.run(["fusermount3", "-u", "-z", mnt], check=False, capture_output=True)
 
@@ -98,14 +99,14 @@ def cachefs(name: str, place: Path, staging: Path, store: str, *options: str) ->
     mnt = place / "mnt" / name
     program = str(Path(sys.executable).with_name("cachefs"))
     command = [program, "mount", str(mnt), "--store", store, "--staging", str(staging / name), "--metrics", "off"]
-    return mounted(name, [*command, *options], place, mnt, **CREDENTIALS)
+    return mounted(name, [*command, *options], place, mnt, staging / name / "tree", **CREDENTIALS)
 
 
 def pyfuse3_example(place: Path, staging: Path) -> Iterator[Target]:
     """The passthrough example that comes with pyfuse3's source distribution, as it is."""
     mnt, source = place / "mnt" / "pyfuse3", staging / "pyfuse3"
     source.mkdir()
-    return mounted("pyfuse3", [sys.executable, str(example()), str(source), str(mnt)], place, mnt)
+    return mounted("pyfuse3", [sys.executable, str(example()), str(source), str(mnt)], place, mnt, source)
 
 
 def example() -> Path:
@@ -145,7 +146,7 @@ def rclone_mount(place: Path, staging: Path, endpoint: str) -> Iterator[Target]:
     mnt = place / "mnt" / "rclone"
     cache = ["--vfs-cache-mode", "full", "--cache-dir", str(staging / "rclone")]
     command = [rclone(), "mount", "bench:mounted", str(mnt), *cache, *rclone_options(place, endpoint)]
-    return mounted("rclone", command, place, mnt)
+    return mounted("rclone", command, place, mnt, staging / "rclone" / "vfs" / "bench" / "mounted")
 
 
 @contextmanager

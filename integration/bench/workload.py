@@ -6,6 +6,7 @@ import os
 import random
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 MIB = 1 << 20
@@ -25,20 +26,31 @@ def save(directory: Path, *, files: int, size: int, block: int, seed: int) -> fl
     return files * size / (clock() - began)
 
 
-def read(directory: Path, *, cold: bool) -> float:
-    """Read every file of a directory in 16 MiB pieces; return bytes per second. Cold: not from the reader's cache."""
+def read(directory: Path, *, backing: Path | None = None) -> float:
+    """Read every file of a directory in 16 MiB pieces; return bytes per second. With `backing`, the directory on the
+    medium in which the same files are, they are in no page cache before: neither under this name nor under that.
+    """
     buffer = bytearray(16 * MIB)
     total, seconds = 0, 0.0
     for path in sorted(directory.glob("shard-*")):
         fd = os.open(path, os.O_RDONLY)
-        if cold:
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        if backing is not None:
+            forget(fd)
+            behind = os.open(backing / path.name, os.O_RDWR)
+            forget(behind)
+            os.close(behind)
         began = clock()
         while count := os.readv(fd, [buffer]):
             total += count
         seconds += clock() - began
         os.close(fd)
     return total / seconds
+
+
+def forget(fd: int) -> None:
+    """Take a file out of the page cache; only what is on the medium can go."""
+    os.fsync(fd)
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def metadata(directory: Path, *, count: int) -> dict[str, float]:
@@ -81,14 +93,15 @@ def metadata(directory: Path, *, count: int) -> dict[str, float]:
     return rates
 
 
-def latencies(directory: Path, *, seconds: float) -> list[float]:
-    """Create, write and close small files for a while; return the seconds that each open and close took together."""
+def latencies(directory: Path, going: Callable[[], bool]) -> list[float]:
+    """Create and close small files while something is going on, which is asked now and then; return the seconds that
+    each open and close took together.
+    """
     taken = []
     where = directory / "latency"
     where.mkdir(exist_ok=True)
-    until = clock() + seconds
     number = 0
-    while clock() < until:
+    while number % 20 or going():
         began = clock()
         fd = os.open(where / f"f{number % 100}", os.O_WRONLY | os.O_CREAT, 0o644)
         os.close(fd)
@@ -97,6 +110,12 @@ def latencies(directory: Path, *, seconds: float) -> list[float]:
         time.sleep(0.002)  # training code opens files now and then; a loop without a pause measures the loop
     shutil.rmtree(where)
     return taken
+
+
+def lasting(seconds: float) -> Callable[[], bool]:
+    """Return what goes on for so long from now."""
+    until = clock() + seconds
+    return lambda: clock() < until
 
 
 def percentile(values: list[float], share: float) -> float:
