@@ -51,6 +51,8 @@ _FIRST_LOOK = 15.0
 """Seconds that a mount with other members waits for the first look at what they have open: a save that was written
 before it cannot be told from one of an earlier daemon of this name, and is refused if others close it meanwhile.
 """
+_ENDING = 30.0
+"""Seconds that ending the engine and unmounting may take after the drain; systemd is told."""
 _LOOK = 0.2
 """Seconds after which a drain looks again at what only time changes."""
 
@@ -150,6 +152,7 @@ class Daemon:
                 await nursery.start(self._gauges.run)
                 await nursery.start(self._watch_signals)
                 nursery.start_soon(self._close_saves)
+                nursery.start_soon(self._mirror_open_files)
                 nursery.start_soon(self._watchdog)
                 nursery.start_soon(self._announce, ready)
                 await self._session.serve()
@@ -271,12 +274,19 @@ class Daemon:
                 stopping = True
                 await self._session.leave()
 
+    async def _mirror_open_files(self) -> None:
+        """Have loose files mirrored while they are being written: a log is closed with the training."""
+        while True:
+            await trio.sleep(self._config.loose_interval)
+            for path in self._detector.open_loose():
+                self._supervisor.loose(path)
+
     async def _drain(self) -> None:
         if not self._config.publish:
             return
         end = clock.monotonic() + self._config.drain_timeout
         with self._stop_drain, trio.move_on_after(self._config.drain_timeout):
-            notify.extend_timeout(self._config.drain_timeout)
+            notify.extend_timeout(self._config.drain_timeout + _ENDING)
             while self._reporter.unpublished() or self._closing_before(end):
                 with trio.move_on_after(_LOOK):
                     await self._journal.wait_changed()

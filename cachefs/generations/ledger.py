@@ -26,6 +26,14 @@ class Ledger:
         self._dirty: set[bytes] = set()
         self._out: list[Action] = []
 
+    def open_loose(self) -> list[bytes]:
+        """Return the loose files that are open for writing: logs, that may never be closed."""
+        return [
+            path
+            for path in self._files
+            if self._known(path) is None and self._placer.place(path) is None and not matches(path, TEMP_NAMES)
+        ]
+
     def _known(self, path: bytes) -> bytes | None:
         """Return the root of the open or remembered generation that a path lies in."""
         root = path

@@ -67,9 +67,13 @@ class OpenFiles:
         for name in [name for name in self._ids if inside(name, old)]:
             self._ids[moved(name, old, path)] = self._ids.pop(name)
 
+    def __iter__(self) -> Iterator[bytes]:
+        """Yield the open paths."""
+        return (name for name, number in self._ids.items() if number in self._open)
+
     def below(self, root: bytes) -> Iterator[bytes]:
         """Yield the open paths that are `root` or lie below it."""
-        return (name for name, number in self._ids.items() if number in self._open and inside(name, root))
+        return (name for name in self if inside(name, root))
 
     def _id(self, path: bytes) -> int:
         number = self._ids.get(path)

@@ -51,6 +51,18 @@ def test_own_quiet_preset():
     assert world.closes == [("r/q5", "q", 5)]
 
 
+def test_loose_files_that_are_open():
+    """Logs are mirrored while they are written; what belongs to a save, or has a temporary name, is not."""
+    world = World()
+    log = world.create("r/events.out.tfevents.1")
+    world.create("r/step-5/__0_0.distcp")
+    world.create("r/notes.txt.tmp")
+    world.put("r/closed.txt", b"x")
+    assert world.detector.open_loose() == [b"r/events.out.tfevents.1"]
+    log.close()
+    assert world.detector.open_loose() == []
+
+
 def test_loose_files_stay_loose():
     world = World()
     world.put("r/progress.txt")
