@@ -10,13 +10,14 @@ import pytest
 
 from integration.faults import ignored
 from integration.node import Node, await_condition
-from integration.proxy import Hold, refused
+from integration.proxy import Hold, cut, refused
 from integration.world import (
     MIB,
     PART,
     POINTER,
     SHARD,
     World,
+    assert_same,
     attempts,
     await_state,
     contents,
@@ -205,3 +206,15 @@ def test_a_lost_disk_takes_the_half_sent_save_with_it_and_nothing_else(world: Wo
     assert "Versions" not in listed
     node.kill()
     world.verify(node, "run", saved)
+
+
+def test_a_connection_that_breaks_in_the_middle_of_a_restore(world: World) -> None:
+    """The rest of the shard is read, and nothing begins again."""
+    node = world.node()
+    saved = save(node.mnt / "run" / "step-1", {"model.safetensors": tensors(3 * PART)})
+    await_state(node, "run/step-1")
+    broken = [world.proxy.on("GetObject", cut(length), key=SHARD) for length in (9, 2 * MIB)]
+    target = world.root / "restored"
+    node.run("restore", "run", target, "--store", node.store, *node.options[:2])
+    assert [rule.met for rule in broken] == [1, 1]
+    assert_same(contents(target / "step-1"), saved)

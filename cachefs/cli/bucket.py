@@ -19,6 +19,7 @@ from cachefs.gate import check
 from cachefs.restore.files import restore as restore_files
 from cachefs.restore.leases import Held, leased
 from cachefs.restore.listing import runs as list_runs
+from cachefs.restore.patient import PatientReads
 from cachefs.restore.reader import Entry, find, history, load_manifest
 from cachefs.restore.verify import verify as verify_manifest
 from cachefs.store.base import ObjectStore
@@ -143,7 +144,7 @@ def verify(
         task = bar.add_task(f"verify {manifest.generation}", total=manifest.size)
         level = "checksum" if checksums_only else "bytes"
         done = verify_manifest(
-            store,
+            PatientReads(store),
             manifest,
             level,  # type: ignore[arg-type]
             workers=workers,
@@ -176,7 +177,7 @@ def restore(
         manifest = load_manifest(store, run, held.published)
         task = bar.add_task(f"restore {manifest.generation}", total=manifest.size)
         done = restore_files(
-            store,
+            PatientReads(store),
             manifest,
             directory,
             replace=replace,

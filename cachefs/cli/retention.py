@@ -25,6 +25,7 @@ from cachefs.publish.rollback import rollback as roll_back
 from cachefs.publish.rules import Already
 from cachefs.publish.writes import Writes
 from cachefs.restore.listing import runs as list_runs
+from cachefs.restore.patient import PatientReads
 from cachefs.restore.reader import load_manifest, locate
 from cachefs.restore.verify import verify as verify_manifest
 from cachefs.retention.executor import Collected, Collector, patience
@@ -177,7 +178,7 @@ def rollback(
         with show.progress() as bar:
             task = bar.add_task(f"verify {generation}", total=manifest.size)
             verify_manifest(
-                store,
+                PatientReads(store),
                 manifest,
                 "checksum" if checksums_only else "bytes",
                 workers=workers,
