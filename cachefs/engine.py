@@ -54,8 +54,9 @@ NICE = 10
 REPORT_EVERY = 0.5
 """Seconds between two figures."""
 _PR_SET_PDEATHSIG = 1
-_IOPRIO_SET, _IOPRIO_WHO_PROCESS, _IOPRIO_IDLE = 251, 1, 3 << 13
-"""ioprio_set(2) on x86-64; other machines number it differently and keep their normal priority."""
+_IOPRIO_SET = {"x86_64": 251, "aarch64": 30}
+"""The number of ioprio_set(2) by machine (asm/unistd_64.h, asm-generic/unistd.h); others keep their normal priority."""
+_IOPRIO_WHO_PROCESS, _IOPRIO_IDLE = 1, 3 << 13
 
 
 class Engine:
@@ -275,8 +276,8 @@ def _be_modest() -> None:
     processors = os.sched_getaffinity(0)
     if len(processors) > 1:
         os.sched_setaffinity(0, processors - {min(processors)})
-    if os.uname().machine == "x86_64":
-        libc.syscall(_IOPRIO_SET, _IOPRIO_WHO_PROCESS, 0, _IOPRIO_IDLE)
+    if number := _IOPRIO_SET.get(os.uname().machine):
+        libc.syscall(number, _IOPRIO_WHO_PROCESS, 0, _IOPRIO_IDLE)
 
 
 async def _main(fd: int) -> None:
