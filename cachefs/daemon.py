@@ -176,6 +176,7 @@ class Daemon:
             placer,
             self._keys,
             member=config.member,
+            boot=clock.boot_id(),
             early_delay=config.early_upload_delay,
             hints=Hints(
                 opened=lambda: self._supervisor.hint("opened"),

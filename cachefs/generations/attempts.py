@@ -45,6 +45,31 @@ def forget(txn: Txn, pins: Pins) -> None:
         txn.attempts.delete(attempt.attempt)
 
 
+UNSYNCED = "the machine stopped before the daemon had synced its files: their bytes may be lost"
+"""Why a save of an earlier boot is abandoned."""
+
+
+def abandon_unsynced(txn: Txn, boot: str) -> list[AttemptRecord]:
+    """Abandon what was opened in another boot and is not `staged`; return it.
+
+    A power cut keeps what the journal committed, the sizes of files with it, and loses bytes that were not synced
+    (delayed allocation: ext4(5), `auto_da_alloc`): neither a marker nor a size tells a torn file then. A closed save
+    of which the store has proved every file stands.
+    """
+    lost = []
+    for attempt in list(txn.attempts.scan()):
+        if attempt.foreign or attempt.state is not State.OPEN or attempt.boot == boot:
+            continue
+        if attempt.closed_at is None:
+            ended(txn, attempt.attempt, UNSYNCED)
+        elif any(shard.pin is None for shard in txn.shards_of(attempt.attempt)):
+            txn.update_attempt(attempt.attempt, state=State.ABANDONED, error=UNSYNCED)
+        else:
+            continue
+        lost.append(attempt)
+    return lost
+
+
 def insert(txn: Txn, record: AttemptRecord) -> None:
     """Record a new attempt, and give it its serial and, if its name has none, its step."""
     run = txn.runs.get(record.run) or RunRecord(run=record.run)

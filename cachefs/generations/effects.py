@@ -47,19 +47,21 @@ class Effects:
         tree_fd: int,
         early: EarlyUploads,
         *,
+        boot: str,
         key: Callable[[AttemptRecord, str, str], str],
         hints: Hints,
         lost: Callable[[bytes], None],
         owing: Callable[[], None],
     ) -> None:
-        """`key(attempt, shard, path)` builds an object key. `lost` is told the path of an open save that could not be
-        journaled; `owing` is called when there is something to `repeat`.
+        """`boot` is that of the machine. `key(attempt, shard, path)` builds an object key. `lost` is told the path of
+        an open save that could not be journaled; `owing` is called when there is something to `repeat`.
         """
         self._journal = journal
         self._pins = pins
         self._tree_fd = tree_fd
         self._view = TreeView(tree_fd)
         self._early = early
+        self._boot = boot
         self._key = key
         self._hints = hints
         self._lost = lost
@@ -124,6 +126,7 @@ class Effects:
             opened_at=clock.now(),
             serial=0,
             baselines=baselines,
+            boot=self._boot,
         )
         try:
             await self._journal.write(lambda txn: attempts.insert(txn, record))

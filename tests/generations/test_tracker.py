@@ -8,11 +8,13 @@ import zipfile
 from contextlib import ExitStack
 from io import BytesIO
 
+import msgspec
 import pytest
 import trio
 
 from cachefs.errors import CachefsError, NotFoundError, StagingError
 from cachefs.formats.keys import Keys
+from cachefs.formats.manifest import Pin
 from cachefs.formats.records import AttemptRecord, State
 from cachefs.generations import attempts, retrying
 from cachefs.generations.actions import CloseSave
@@ -51,7 +53,7 @@ class Mount:
         self.root = root
         self.start()
 
-    def start(self) -> None:
+    def start(self, boot: str = "first boot") -> None:
         """Start, or start again after `die`."""
         self.staging = Staging(self.root)
         self.stack.callback(self.staging.close)
@@ -69,6 +71,7 @@ class Mount:
             placer,
             Keys(),
             member="node",
+            boot=boot,
             early_delay=0.0,
             hints=Hints(
                 opened=lambda: self.hints.append("opened"),
@@ -248,6 +251,72 @@ async def test_an_old_marker_does_not_close_the_save_that_was_open_at_the_kill(m
     _, again = mount.attempts()
     assert again.closed_at is None
     assert again.state is State.OPEN
+
+
+def prove(*shards: str):
+    """Return a journal write that says the store has these shards: their paths in the save."""
+
+    def write(txn):
+        for shard in txn.shards.scan():
+            if shard.paths[0] in shards:
+                txn.put_shard(msgspec.structs.replace(shard, pin=Pin("key", "version", 1, "sha")))
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("journaled", "proved"),
+    [(True, ()), (True, ("__0_0.distcp",)), (False, ())],
+    ids=["closed", "closed, and one file is in the store", "its marker is there"],
+)
+async def test_a_save_that_was_not_synced_before_the_machine_stopped_is_abandoned(
+    mount, journaled, proved, declared_warnings
+):
+    """Names and sizes may be there and the bytes not; that goes for a marker too."""
+    if journaled:
+        await mount.save("run/step-5", **{"0_0": b"one"})
+    else:
+        await mount.write("run/step-5/__0_0.distcp", b"one")
+        (mount.staging.tree / "run/step-5/.metadata").write_bytes(metadata("0_0"))
+    await mount.journal.write(prove(*proved))
+    mount.die()
+    mount.start("second boot")
+    declared_warnings("save abandoned")
+    await mount.tracker.resume()
+    (attempt,) = mount.attempts()
+    assert (attempt.state, attempt.error) == (State.ABANDONED, attempts.UNSYNCED)
+    assert mount.tracker.open_saves() == {}
+    if not journaled:
+        assert mount.pinned(attempt) == {}
+    await mount.save("run/step-5", **{"0_0": b"again"})
+    _, again = mount.attempts()
+    assert mount.pinned(again)["__0_0.distcp"] == b"again"
+
+
+@pytest.mark.parametrize("state", [State.STAGED, State.OPEN], ids=["synced", "every file is in the store"])
+async def test_a_save_whose_bytes_are_known_to_be_there_stands_after_the_machine_stopped(mount, state):
+    await mount.save("run/step-5", **{"0_0": b"one"})
+    (attempt,) = mount.attempts()
+    if state is State.OPEN:
+        await mount.journal.write(prove("__0_0.distcp", ".metadata"))
+    else:
+        await mount.journal.write(lambda txn: txn.update_attempt(attempt.attempt, state=state))
+    mount.die()
+    mount.start("second boot")
+    await mount.tracker.resume()
+    (after,) = mount.attempts()
+    assert (after.state, after.error) == (state, "")
+
+
+async def test_a_save_of_a_journal_without_boots_counts_as_one_of_another_boot(mount, declared_warnings):
+    await mount.save("run/step-5", **{"0_0": b"one"})
+    (attempt,) = mount.attempts()
+    await mount.journal.write(lambda txn: txn.update_attempt(attempt.attempt, boot=""))
+    mount.die()
+    mount.start()
+    declared_warnings("save abandoned")
+    await mount.tracker.resume()
+    assert mount.attempts()[0].state is State.ABANDONED
 
 
 async def test_pins_that_no_record_names_are_swept_by_the_next_start(mount):
