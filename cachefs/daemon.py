@@ -183,6 +183,7 @@ class Daemon:
                 closed=lambda: self._supervisor.hint("closed"),
                 pinned=lambda: self._supervisor.hint("pinned"),
                 loose=self._supervisor.loose,
+                over=lambda: self._releaser.wake(),
             ),
         )
         self._releaser = Releaser(self._journal, self._pins)

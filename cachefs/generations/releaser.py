@@ -36,7 +36,13 @@ class Releaser:
         with self._journal.read() as txn:
             over = [attempt for attempt in self._pins.attempts() if attempts.is_over(txn, attempt)]
             forgettable = txn.attempts.count() > 2 * attempts.HISTORY
+        failed: OSError | None = None
         for attempt in over:
-            await trio.to_thread.run_sync(self._pins.drop_attempt, attempt)
+            try:
+                await trio.to_thread.run_sync(self._pins.drop_attempt, attempt)
+            except OSError as error:
+                failed = error
+        if failed is not None:
+            raise failed
         if forgettable:
             await self._journal.write(lambda txn: attempts.forget(txn, self._pins))

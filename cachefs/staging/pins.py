@@ -149,8 +149,8 @@ class Pins(PinReader):
         path = self.path(attempt, shard)
         try:
             held = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
-        except FileNotFoundError:
-            held = -1
+        except OSError:
+            held = -1  # gone, or no descriptor left: then the blocks are freed under the lock
         with self._lock:
             path.unlink(missing_ok=True)
             self._unlist((attempt, shard))
