@@ -186,7 +186,7 @@ class Daemon:
                 over=lambda: self._releaser.wake(),
             ),
         )
-        self._releaser = Releaser(self._journal, self._pins)
+        self._releaser = Releaser(self._journal, self._pins, publish=config.publish)
         room = Room(staging, reserve=config.reserve, timeout=config.full_timeout)
         live = Live(
             publishing_blocked=lambda: self._supervisor.figures.blocked,

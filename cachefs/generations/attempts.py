@@ -4,6 +4,8 @@ transaction, reads the record again, and changes nothing that has moved on meanw
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import msgspec
 
 from cachefs import clock
@@ -32,6 +34,37 @@ def is_over(txn: Txn, attempt: str) -> bool:
     """Return whether an attempt has ended and nothing of it is left to be sent: its pins may go."""
     record = txn.attempts.get(attempt)
     return record is not None and record.state.final and not txn.shards_of(attempt)
+
+
+ROTATED = "removed from the mount, and nothing is published"
+"""Why a save is abandoned where nothing is published."""
+
+
+def unsent(txn: Txn) -> list[AttemptRecord]:
+    """Return what was never announced to the store and waits for nobody but a publisher: `staged`, or abandoned with
+    records.
+    """
+    return [
+        attempt
+        for attempt in txn.attempts.scan()
+        if attempt.opened_epoch is None
+        and not attempt.foreign
+        and (
+            attempt.state is State.STAGED
+            or (attempt.state is State.ABANDONED and any(txn.shards.scan(f"{attempt.attempt}/")))
+        )
+    ]
+
+
+def end_unsent(txn: Txn, over: Iterable[str]) -> None:
+    """End attempts of `unsent` that nobody sees any more, and forget their shards."""
+    wanted = set(over)
+    for attempt in unsent(txn):
+        if attempt.attempt in wanted:
+            for shard in txn.shards_of(attempt.attempt):
+                txn.drop_shard(shard)
+            if not attempt.state.final:
+                txn.update_attempt(attempt.attempt, state=State.ABANDONED, error=ROTATED)
 
 
 def forget(txn: Txn, pins: Pins) -> None:

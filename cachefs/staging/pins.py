@@ -98,6 +98,18 @@ class Pins(PinReader):
             stat = look()
             return stat, len(self._holders.get(stat.st_ino, ()))
 
+    def has_names(self, attempt: str) -> bool:
+        """Return whether a pinned file of an attempt still has a name in the tree, under whatever path."""
+        for shard in self.shards(attempt):
+            path = self.path(attempt, shard)
+            try:
+                stat, pins = self.counted(path.lstat)
+            except FileNotFoundError:
+                continue  # dropped meanwhile
+            if stat.st_nlink > pins:
+                return True
+        return False
+
     def add(self, attempt: str, shard: str, dir_fd: int, name: bytes) -> os.stat_result:
         """Pin the file `name` of a directory and return its stat, taken through the pin.
 
