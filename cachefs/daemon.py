@@ -202,7 +202,7 @@ class Daemon:
         observer = DaemonObserver(self._tracker, self._reporter, self._journal, room, self._metrics)
         tree = Tree(staging, self._pins, observer, self._passthrough)
         self._session = session.Session(tree, config.mountpoint, allow_other=config.allow_other)
-        self._gauges = Gauges(self._metrics, self._journal, self._reporter, self._supervisor, staging)
+        self._gauges = Gauges(self._metrics, self._reporter, self._supervisor, staging)
 
     def _engine_changed(self) -> None:
         """The engine has changed the journal: wake who waits, and drop the pins of what is over."""
@@ -242,11 +242,11 @@ class Daemon:
             publishing=self._supervisor.figures.blocked or "yes",
             data_path=self._passthrough.shown,
         )
-        notify.ready(self._summary())
+        notify.ready(await self._summary())
         ready()
 
-    def _summary(self) -> str:
-        status = self._reporter.status()
+    async def _summary(self) -> str:
+        status = await self._reporter.status()
         blocked = f"NOT PUBLISHING: {status.publishing_blocked}; " if status.publishing_blocked else ""
         return f"{blocked}{status.backlog_files} files, {status.backlog_bytes} bytes to flush"
 
@@ -259,7 +259,7 @@ class Daemon:
             await trio.sleep(interval)
             self._metrics.loop_lag_seconds.set(max(0.0, clock.monotonic() - before - interval))
             notify.watchdog()
-            notify.status(self._summary())
+            notify.status(await self._summary())
 
     async def _watch_signals(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """The first signal unmounts and drains; the second one stops at once."""
