@@ -1,4 +1,4 @@
-"""The only place that asks for the time or for randomness.
+"""The only place that asks for the time, for randomness or for the boot.
 
 No decision about safety compares times of two machines (invariant I12): clocks only delay, order a list for a
 reader, or fill a field that a person reads.
@@ -10,6 +10,7 @@ import random
 import time
 import uuid
 from datetime import UTC, datetime
+from pathlib import Path
 
 
 def now() -> float:
@@ -30,6 +31,13 @@ def timestamp() -> str:
 def new_id() -> str:
     """Return a new unique id: 32 lower-case hex digits (uuid4)."""
     return uuid.uuid4().hex
+
+
+def boot_id() -> str:
+    """Return the id of this boot of the machine (random(4), /proc/sys/kernel/random/boot_id): what was written under
+    another one and not synced may be lost.
+    """
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def jitter(seconds: float) -> float:

@@ -179,15 +179,17 @@ class Daemon:
             placer,
             self._keys,
             member=config.member,
+            boot=clock.boot_id(),
             early_delay=config.early_upload_delay,
             hints=Hints(
                 opened=lambda: self._supervisor.hint("opened"),
                 closed=lambda: self._supervisor.hint("closed"),
                 pinned=lambda: self._supervisor.hint("pinned"),
                 loose=self._supervisor.loose,
+                over=lambda: self._releaser.wake(),
             ),
         )
-        self._releaser = Releaser(self._journal, self._pins)
+        self._releaser = Releaser(self._journal, self._pins, publish=config.publish)
         room = Room(staging, reserve=config.reserve, timeout=config.full_timeout)
         live = Live(
             publishing_blocked=lambda: self._supervisor.figures.blocked,
@@ -203,7 +205,7 @@ class Daemon:
         observer = DaemonObserver(self._tracker, self._reporter, self._journal, room, self._metrics)
         tree = Tree(staging, self._pins, observer, self._passthrough)
         self._session = session.Session(tree, config.mountpoint, allow_other=config.allow_other)
-        self._gauges = Gauges(self._metrics, self._journal, self._reporter, self._supervisor, staging)
+        self._gauges = Gauges(self._metrics, self._reporter, self._supervisor, staging)
 
     def _engine_changed(self) -> None:
         """The engine has changed the journal: wake who waits, and drop the pins of what is over."""
@@ -243,11 +245,11 @@ class Daemon:
             publishing=self._supervisor.figures.blocked or "yes",
             data_path=self._passthrough.shown,
         )
-        notify.ready(self._summary())
+        notify.ready(await self._summary())
         ready()
 
-    def _summary(self) -> str:
-        status = self._reporter.status()
+    async def _summary(self) -> str:
+        status = await self._reporter.status()
         blocked = f"NOT PUBLISHING: {status.publishing_blocked}; " if status.publishing_blocked else ""
         return f"{blocked}{status.backlog_files} files, {status.backlog_bytes} bytes to flush"
 
@@ -260,7 +262,7 @@ class Daemon:
             await trio.sleep(interval)
             self._metrics.loop_lag_seconds.set(max(0.0, clock.monotonic() - before - interval))
             notify.watchdog()
-            notify.status(self._summary())
+            notify.status(await self._summary())
 
     async def _watch_signals(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """The first signal unmounts and drains; the second one stops at once."""

@@ -12,6 +12,7 @@ A class exists only where some caller acts differently on it. `hint` tells the o
     ├── DeniedError              the store refused the credentials             exit 77   EACCES
     ├── ProbeError               the store does not honour what we rely on     exit 76   EIO
     ├── FencedError              another owner holds a newer epoch             exit 79   EROFS
+    ├── UnreadableError          a local file cannot be read just now          exit 1    EIO
     ├── CorruptError             bytes do not match what was promised          exit 65   EIO
     │   └── RestoreTestFailed    a candidate must not be promoted
     └── StoreError               one request to the store did not succeed      exit 69   EIO
@@ -27,6 +28,11 @@ from __future__ import annotations
 
 import errno
 from typing import ClassVar
+
+DAMAGE = frozenset({errno.EIO, errno.EUCLEAN, errno.EBADMSG})
+"""What a disk says of bytes that it has lost: a bad block, or damage that ext4 or XFS has found in what describes the
+file. Any other errno passes (EMFILE, ENOMEM, ENOSPC, ...): the same call may succeed later.
+"""
 
 
 class CachefsError(Exception):
@@ -98,6 +104,10 @@ class FencedError(CachefsError):
 
     exit_code = 79
     errno = errno.EROFS
+
+
+class UnreadableError(CachefsError):
+    """A local file cannot be read for want of descriptors, memory or the like: nothing is known of it, look again."""
 
 
 class CorruptError(CachefsError):

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 import trio
 
 from cachefs.formats.records import AttemptRecord, State
-from cachefs.journal import Journal
 from cachefs.metrics import Metrics
 from cachefs.reporter import Reporter
 from cachefs.staging.layout import Staging
@@ -28,11 +28,8 @@ _REASONS = {
 class Gauges:
     """Writes the gauges, and counts what moved on since the last look."""
 
-    def __init__(
-        self, metrics: Metrics, journal: Journal, reporter: Reporter, supervisor: Supervisor, staging: Staging
-    ) -> None:
+    def __init__(self, metrics: Metrics, reporter: Reporter, supervisor: Supervisor, staging: Staging) -> None:
         self._metrics = metrics
-        self._journal = journal
         self._reporter = reporter
         self._supervisor = supervisor
         self._staging = staging
@@ -43,12 +40,12 @@ class Gauges:
         """Update for ever, when the journal changed and at least every INTERVAL seconds."""
         task_status.started()
         while True:
-            self.update()
+            await self.update()
             await trio.sleep(INTERVAL)
 
-    def update(self) -> None:
+    async def update(self) -> None:
         """Look once."""
-        metrics, status = self._metrics, self._reporter.status()
+        metrics, status = self._metrics, await self._reporter.status()
         metrics.backlog_bytes.set(status.backlog_bytes)
         metrics.backlog_files.set(status.backlog_files)
         metrics.oldest_unpublished_seconds.set(status.oldest_unpublished_age)
@@ -61,16 +58,14 @@ class Gauges:
         for run in status.runs:
             metrics.epoch.labels(run=run.run).set(0 if run.fenced_by else run.epoch)
             metrics.fenced.labels(run=run.run).set(bool(run.fenced_by))
-        self._count_moves()
+        self._count_moves((await self._reporter.read()).attempts)
         self._count_engine()
         figures = self._supervisor.figures
         metrics.publishing.set(not figures.blocked)
         metrics.store_healthy.set(figures.health == "ok")
         metrics.engine_restarts.set(self._supervisor.restarts)
 
-    def _count_moves(self) -> None:
-        with self._journal.read() as txn:
-            attempts = list(txn.attempts.scan())
+    def _count_moves(self, attempts: Sequence[AttemptRecord]) -> None:
         before, self._states = self._states, {attempt.attempt: attempt.state for attempt in attempts}
         if before is None:
             return  # what happened before this process counts for that one

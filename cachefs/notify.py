@@ -50,11 +50,11 @@ def _send(fields: Mapping[str, str | int | None], env: Mapping[str, str]) -> boo
         return False
     # One field a line, so a line break inside a status would start a field of its own.
     message = "\n".join(f"{key}={' '.join(str(value).split())}" for key, value in fields.items() if value is not None)
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as manager:
-        manager.settimeout(1.0)
-        try:
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as manager:
+            manager.settimeout(1.0)
             # "@" stands for the NUL byte of Linux's abstract addresses.
             manager.sendto(message.encode(), "\0" + address[1:] if address[0] == "@" else address)
-        except OSError:
-            return False
+    except OSError:
+        return False
     return True

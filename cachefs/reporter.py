@@ -27,7 +27,7 @@ from cachefs.formats.names import checked_path, to_text
 from cachefs.formats.records import AttemptRecord, State
 from cachefs.journal import Journal
 from cachefs.publish.rules import effective_state
-from cachefs.status import GenerationStatus, Status, generation_status, snapshot
+from cachefs.status import GenerationStatus, Read, Status, Totals, add_up, generation_status, read, snapshot
 
 
 class Live(msgspec.Struct, frozen=True):
@@ -56,11 +56,28 @@ class Reporter:
         self._live = live
         self._latest: dict[str, AttemptRecord] = {}
         self._latest_at = -1
+        self._read = Read()
+        self._read_at = -1
 
-    def status(self) -> Status:
-        """Return the whole status."""
+    async def read(self, *, anew: bool = False) -> Read:
+        """Return what the journal holds: read in a worker thread, and only if it was written since the last time that
+        this process heard of, or `anew`.
+        """
+        if anew or self._read_at != self._journal.commits:
+            commits = self._journal.commits
+            found = await trio.to_thread.run_sync(self._read_journal)
+            if commits >= self._read_at:  # else a later reading was quicker
+                self._read, self._read_at = found, commits
+        return self._read
+
+    def _read_journal(self) -> Read:
         with self._journal.read() as txn:
-            seen = snapshot(txn, now=clock.now(), waiting=self._live.open_saves())
+            return read(txn)
+
+    async def status(self, *, anew: bool = False) -> Status:
+        """Return the whole status; `anew` as in `read`."""
+        found = await self.read(anew=anew)
+        seen = snapshot(found, now=clock.now(), waiting=self._live.open_saves())
         members = self._config.membership
         return Status(
             version=__version__,
@@ -90,16 +107,20 @@ class Reporter:
         """Return the value of `user.cachefs.<name>`, or None where there is none."""
         if name == "socket":
             return os.fsencode(self._socket) if not path else None
-        found = self._status_of(to_text(path))
+        if name not in ("state", "generation", "flushed", "error"):
+            return None
+        # Only these two are worth reading every shard of a save.
+        found = self._status_of(to_text(path), shards=name in ("flushed", "error"))
         if found is None:
             return b"loose" if name == "state" and self._is_loose(path) else None
-        values = {
-            "state": found.state.value,
-            "generation": found.generation,
-            "flushed": f"{found.bytes_flushed}/{found.bytes}",
-            "error": found.error,
-        }
-        return values[name].encode() if name in values else None
+        match name:
+            case "state":
+                return found.state.value.encode()
+            case "generation":
+                return found.generation.encode()
+            case "flushed":
+                return f"{found.bytes_flushed}/{found.bytes}".encode()
+        return found.error.encode()
 
     def _is_loose(self, path: bytes) -> bool:
         """Whether a path without an attempt is a loose file; not one of a published save that was forgotten."""
@@ -107,14 +128,13 @@ class Reporter:
             return False
         return not os.path.isdir(os.path.join(os.fsencode(self._tree), path))
 
-    def _status_of(self, path: str) -> GenerationStatus | None:
+    def _status_of(self, path: str, *, shards: bool = True) -> GenerationStatus | None:
         attempt = self._newest(path)
         if attempt is None:
             return None
         with self._journal.read() as txn:
-            return generation_status(
-                attempt, txn.shards_of(attempt.attempt), txn.runs.get(attempt.run), now=clock.now()
-            )
+            totals = add_up(txn.shards.scan(f"{attempt.attempt}/")) if shards else Totals()
+            return generation_status(attempt, totals, txn.runs.get(attempt.run), now=clock.now())
 
     def _newest(self, path: str) -> AttemptRecord | None:
         """Return the newest attempt of the generation a path lies in."""
@@ -135,7 +155,7 @@ class Reporter:
         """Carry a request out; raises CachefsError."""
         match request:
             case control.StatusRequest():
-                return self.status()
+                return await self.status(anew=True)
             case control.WaitRequest(path, state, timeout):
                 _checked(path)
                 if state.rank < 0:

@@ -6,7 +6,7 @@ journal.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import msgspec
 
@@ -78,16 +78,58 @@ class Snapshot(msgspec.Struct, frozen=True):
     generations: tuple[GenerationStatus, ...]
 
 
+class Totals(msgspec.Struct, frozen=True):
+    """What the shard records of an attempt add up to. Sizes in bytes; `error` is the first of theirs."""
+
+    files: int = 0
+    files_flushed: int = 0
+    bytes: int = 0
+    bytes_flushed: int = 0
+    error: str = ""
+
+
+class Read(msgspec.Struct, frozen=True):
+    """What a status needs of the journal: the attempts in the order they were opened, and their totals by id."""
+
+    attempts: tuple[AttemptRecord, ...] = ()
+    totals: Mapping[str, Totals] = {}
+    runs: Mapping[str, RunRecord] = {}
+
+
+def add_up(shards: Iterable[ShardRecord]) -> Totals:
+    """Add up the shard records of one attempt."""
+    files = flushed = size = sent = 0
+    error = ""
+    for shard in shards:
+        files += 1
+        size += shard.identity.size
+        error = error or shard.error
+        if shard.pin is not None:
+            flushed += 1
+            sent += shard.identity.size
+    return Totals(files, flushed, size, sent, error)
+
+
+def read(txn: Txn) -> Read:
+    """Read the journal, every shard record of it: some 10 us each, so not for the event loop."""
+    attempts = tuple(sorted(txn.attempts.scan(), key=lambda record: record.serial))
+    # Those of a published attempt are gone, or will be in a moment.
+    live = [attempt.attempt for attempt in attempts if attempt.state is not State.PUBLISHED]
+    return Read(
+        attempts=attempts,
+        totals={attempt: add_up(txn.shards.scan(f"{attempt}/")) for attempt in live},
+        runs={run.run: run for run in txn.runs.scan()},
+    )
+
+
 def generation_status(
-    attempt: AttemptRecord, shards: list[ShardRecord], run: RunRecord | None, *, now: float, waiting: str = ""
+    attempt: AttemptRecord, totals: Totals, run: RunRecord | None, *, now: float, waiting: str = ""
 ) -> GenerationStatus:
     """Return the status of one attempt."""
-    flushed = [shard for shard in shards if shard.pin is not None]
-    files, size = len(flushed), sum(shard.identity.size for shard in flushed)
+    files, size = totals.files_flushed, totals.bytes_flushed
     if attempt.state is State.PUBLISHED:  # its shard records are gone
         files, size = attempt.files, attempt.size
     since = attempt.closed_at if attempt.closed_at is not None else attempt.opened_at
-    errors = [attempt.error] if attempt.error else [shard.error for shard in shards if shard.error]
     return GenerationStatus(
         path=attempt.path,
         run=attempt.run,
@@ -96,27 +138,25 @@ def generation_status(
         step=attempt.step,
         preset=attempt.preset,
         state=effective_state(attempt, run),
-        files=attempt.files or len(shards),
+        files=attempt.files or totals.files,
         files_flushed=files,
-        bytes=attempt.size or sum(shard.identity.size for shard in shards),
+        bytes=attempt.size or totals.bytes,
         bytes_flushed=size,
         age=max(0.0, now - since),
-        error=errors[0] if errors else "",
+        error=attempt.error or totals.error,
         waiting=waiting,
     )
 
 
-def snapshot(txn: Txn, *, now: float, waiting: Mapping[str, str] | None = None) -> Snapshot:
-    """Read the journal. `waiting` says by path what an open save waits for."""
-    runs = {run.run: run for run in txn.runs.scan()}
+def snapshot(seen: Read, *, now: float, waiting: Mapping[str, str] | None = None) -> Snapshot:
+    """Return the journal's part of a status. `waiting` says by path what an open save waits for."""
     backlog_bytes = backlog_files = 0
     oldest = 0.0
     generations = []
-    for attempt in sorted(txn.attempts.scan(), key=lambda record: record.serial):
-        # Those of a published attempt are gone, or will be in a moment.
-        shards = [] if attempt.state is State.PUBLISHED else txn.shards_of(attempt.attempt)
+    for attempt in seen.attempts:
+        totals = seen.totals.get(attempt.attempt, Totals())
         status = generation_status(
-            attempt, shards, runs.get(attempt.run), now=now, waiting=(waiting or {}).get(attempt.path, "")
+            attempt, totals, seen.runs.get(attempt.run), now=now, waiting=(waiting or {}).get(attempt.path, "")
         )
         generations.append(status)
         if attempt.closed_at is not None and not attempt.state.final:
@@ -127,6 +167,6 @@ def snapshot(txn: Txn, *, now: float, waiting: Mapping[str, str] | None = None) 
         backlog_bytes=backlog_bytes,
         backlog_files=backlog_files,
         oldest_unpublished_age=oldest,
-        runs=tuple(RunStatus(run.run, run.epoch, run.fenced_by) for run in runs.values()),
+        runs=tuple(RunStatus(run.run, run.epoch, run.fenced_by) for run in seen.runs.values()),
         generations=tuple(generations),
     )

@@ -6,7 +6,9 @@ requests of the dead daemon reach the store after those of its successor.
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 import subprocess
 import sys
 import time
@@ -20,7 +22,8 @@ from cachefs.journal import Journal
 from cachefs.restore import reader
 from cachefs.restore.shards import read_shard
 from cachefs.store.open import open_store
-from integration.node import Node, await_condition, node
+from integration.disks import cut_power, disk, photograph
+from integration.node import Node, await_condition, engine, node
 from integration.proxy import Hold, Request, reset
 from integration.world import (
     MIB,
@@ -136,6 +139,46 @@ def test_killed_right_after_the_close(world: World) -> None:
     world.proxy.end()
     one.start()
     await_state(one, "run/m.safetensors")
+    world.verify(one, "run", saved)
+
+
+def test_power_is_cut_before_a_save_is_synced(world: World) -> None:
+    """The names, the sizes and the journal's word that the save is complete reach the disk; the bytes do not. It is
+    never published, and the next save is.
+    """
+    place = world.enter(disk("ext4", world.root / "disk", 128 * MIB))
+    one = world.place("node")
+    one.staging = place / "staging"
+    one.start()
+    files = [one.mnt / "run" / name for name in ("m.tmp", "m.safetensors")]
+    files[0].parent.mkdir()
+    os.kill(engine(one), signal.SIGSTOP)
+    lost = tensors(2 * PART)
+    with files[0].open("wb") as file:  # as safetensors does
+        file.truncate(len(lost))
+        file.write(lost[:MIB])
+        file.flush()
+        os.fsync(file.fileno())  # the kernel has written back the beginning, so that the format looks whole
+        file.write(lost[MIB:])
+    files[0].rename(files[1])
+    await_condition(lambda: any(attempt.closed_at is not None for attempt in journaled(one)[0]), "it is closed")
+    photograph(place)
+    one.kill()
+    one.end()
+    cut_power(place)
+    torn = (one.staging / "tree/run/m.safetensors").read_bytes()
+    assert len(torn) == len(lost)
+    assert torn != lost
+    (attempt,) = journaled(one)[0]
+    journal = Journal(one.staging / "journal")  # this machine did not really stop
+    journal.write_now(lambda txn: txn.update_attempt(attempt.attempt, boot="the boot before"))
+    journal.close()
+    one.start()
+    await_state(one, "run/m.safetensors", "abandoned")
+    saved = {"m.safetensors": tensors(PART, "again")}
+    write(files[1], saved["m.safetensors"])
+    await_state(one, "run/m.safetensors")
+    assert states(one, "run/m.safetensors") == ["abandoned", "published"]
     world.verify(one, "run", saved)
 
 

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import errno
 import json
+import threading
 from functools import partial
 
+import msgspec
 import pytest
 import trio
 
 from cachefs import control
 from cachefs.errors import InvalidError, NotFoundError
-from cachefs.formats.records import AttemptRecord, State
+from cachefs.formats.manifest import Pin
+from cachefs.formats.records import AttemptRecord, Identity, ShardRecord, State
 from cachefs.journal import Journal
 from cachefs.reporter import Live, Reporter
+from cachefs.status import read, snapshot
 
 
 class Daemon:
@@ -203,3 +207,48 @@ def test_a_file_of_a_forgotten_save_has_no_state(answers):
     assert answers.reporter.answer(b"run/step-2/x", "state") == b"published"
     assert answers.reporter.answer(b"run/step-1/x", "state") is None
     assert answers.reporter.answer(b"run/log.txt", "state") == b"loose"
+
+
+async def test_a_status_reads_the_journal_off_the_event_loop_and_once_per_commit(answers, monkeypatch):
+    """Ten thousand shards take it a tenth of a second; who opens a file meanwhile does not wait for that."""
+    journal, reporter = answers.reporter._journal, answers.reporter
+    threads, read = [], reporter._read_journal
+    monkeypatch.setattr(reporter, "_read_journal", lambda: (threads.append(threading.get_ident()), read())[1])
+    first = await reporter.read()
+    assert await reporter.read() is first
+    assert len(threads) == 1
+    await journal.write(lambda txn: txn.update_attempt("a", error="moved on"))
+    assert (await reporter.read()).attempts[0].error == "moved on"
+    await reporter.read()
+    assert len(threads) == 2
+    journal.write_now(lambda txn: txn.update_attempt("a", error="by the engine, and not heard of yet"))
+    assert (await reporter.read(anew=True)).attempts[0].error == "by the engine, and not heard of yet"
+    assert threading.get_ident() not in threads
+
+
+def test_the_state_of_a_file_is_told_without_reading_the_shards_of_its_save(answers, monkeypatch):
+    monkeypatch.setattr("cachefs.reporter.add_up", lambda shards: pytest.fail("read the shards"))
+    assert answers.reporter.answer(b"run/step-2/x", "state") == b"published"
+    assert answers.reporter.answer(b"run/step-2/x", "generation") == b"step-2"
+
+
+def test_a_status_adds_up_what_is_flushed(answers):
+    shard = ShardRecord(
+        attempt="b", shard="s", paths=("f",), identity=Identity(1, 10, 1), mode=0o644, key="k", error="no answer"
+    )
+    sent = msgspec.structs.replace(shard, shard="t", pin=Pin("k", "v", 10, "sha"), error="")
+    journal = answers.reporter._journal
+
+    def write(txn):
+        attempt = txn.attempts.get("a")
+        txn.attempts.put("b", msgspec.structs.replace(attempt, attempt="b", serial=2, state=State.STAGED))
+        txn.put_shard(shard)
+        txn.put_shard(sent)
+
+    journal.write_now(write)
+    with journal.read() as txn:
+        seen = snapshot(read(txn), now=11.0)
+    assert (seen.backlog_files, seen.backlog_bytes, seen.oldest_unpublished_age) == (1, 10, 10.0)
+    assert [(one.files, one.files_flushed, one.error) for one in seen.generations] == [(0, 0, ""), (2, 1, "no answer")]
+    assert answers.reporter.answer(b"run/step-2/x", "flushed") == b"10/20"
+    assert answers.reporter.answer(b"run/step-2/x", "error") == b"no answer"

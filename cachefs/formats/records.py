@@ -66,6 +66,9 @@ class AttemptRecord(msgspec.Struct, frozen=True):
     in its mount, `wish` the save of the member that asked for it. `count` members must report, `members` are their
     names (empty: only the number is known), `complete` says that all have. `rewritten`: one of its files was written a
     second time before it was closed, so that its bytes may be those of a later save of the name.
+
+    `boot` is the boot of the machine in which it was opened ("": not known, and so another one): its files are known to
+    be on the disk only in that boot, or once it is `staged`.
     """
 
     attempt: str
@@ -103,6 +106,7 @@ class AttemptRecord(msgspec.Struct, frozen=True):
     count: int = 1
     complete: bool = False
     rewritten: bool = False
+    boot: str = ""
 
     @property
     def key(self) -> str:

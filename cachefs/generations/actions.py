@@ -13,7 +13,9 @@ from cachefs.generations.placement import Placement
 
 
 class View(Protocol):
-    """The visible tree as it is now. Paths are relative to the mount root. No method raises: None is "not there"."""
+    """The visible tree as it is now. Paths are relative to the mount root. No method raises: None is "not there". To
+    read a source may raise CorruptError or UnreadableError.
+    """
 
     def source(self, path: bytes) -> Source | None:
         """Return the bytes of a regular file."""

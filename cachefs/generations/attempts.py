@@ -4,6 +4,8 @@ transaction, reads the record again, and changes nothing that has moved on meanw
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import msgspec
 
 from cachefs import clock
@@ -34,6 +36,37 @@ def is_over(txn: Txn, attempt: str) -> bool:
     return record is not None and record.state.final and not txn.shards_of(attempt)
 
 
+ROTATED = "removed from the mount, and nothing is published"
+"""Why a save is abandoned where nothing is published."""
+
+
+def unsent(txn: Txn) -> list[AttemptRecord]:
+    """Return what was never announced to the store and waits for nobody but a publisher: `staged`, or abandoned with
+    records.
+    """
+    return [
+        attempt
+        for attempt in txn.attempts.scan()
+        if attempt.opened_epoch is None
+        and not attempt.foreign
+        and (
+            attempt.state is State.STAGED
+            or (attempt.state is State.ABANDONED and any(txn.shards.scan(f"{attempt.attempt}/")))
+        )
+    ]
+
+
+def end_unsent(txn: Txn, over: Iterable[str]) -> None:
+    """End attempts of `unsent` that nobody sees any more, and forget their shards."""
+    wanted = set(over)
+    for attempt in unsent(txn):
+        if attempt.attempt in wanted:
+            for shard in txn.shards_of(attempt.attempt):
+                txn.drop_shard(shard)
+            if not attempt.state.final:
+                txn.update_attempt(attempt.attempt, state=State.ABANDONED, error=ROTATED)
+
+
 def forget(txn: Txn, pins: Pins) -> None:
     """Delete the records of all but the newest HISTORY attempts that are over; the bucket keeps the published ones.
 
@@ -43,6 +76,31 @@ def forget(txn: Txn, pins: Pins) -> None:
     over = [one for one in txn.attempts.scan() if is_over(txn, one.attempt) and one.attempt not in pinned]
     for attempt in sorted(over, key=lambda record: record.serial)[:-HISTORY]:
         txn.attempts.delete(attempt.attempt)
+
+
+UNSYNCED = "the machine stopped before the daemon had synced its files: their bytes may be lost"
+"""Why a save of an earlier boot is abandoned."""
+
+
+def abandon_unsynced(txn: Txn, boot: str) -> list[AttemptRecord]:
+    """Abandon what was opened in another boot and is not `staged`; return it.
+
+    A power cut keeps what the journal committed, the sizes of files with it, and loses bytes that were not synced
+    (delayed allocation: ext4(5), `auto_da_alloc`): neither a marker nor a size tells a torn file then. A closed save
+    of which the store has proved every file stands.
+    """
+    lost = []
+    for attempt in list(txn.attempts.scan()):
+        if attempt.foreign or attempt.state is not State.OPEN or attempt.boot == boot:
+            continue
+        if attempt.closed_at is None:
+            ended(txn, attempt.attempt, UNSYNCED)
+        elif any(shard.pin is None for shard in txn.shards_of(attempt.attempt)):
+            txn.update_attempt(attempt.attempt, state=State.ABANDONED, error=UNSYNCED)
+        else:
+            continue
+        lost.append(attempt)
+    return lost
 
 
 def insert(txn: Txn, record: AttemptRecord) -> None:

@@ -57,10 +57,26 @@ class Closer:
         """Pin the generation at `path` and return its exact set; early shards whose bytes are unchanged keep their
         uploads.
 
-        Raises OSError; what was pinned by then is swept by the next start, or reused when the close is repeated.
+        Raises OSError; nothing is pinned then but what was before.
         """
         known = {shard.identity.ino: shard for shard in early}
         used: set[str] = set()
+        try:
+            return self._close(path, known, used, temp_names, trackers)
+        except OSError:
+            for shard in self._by_ino.values():
+                if shard.shard not in used:
+                    self._pins.drop(shard.attempt, shard.shard)
+            raise
+
+    def _close(
+        self,
+        path: bytes,
+        known: dict[int, ShardRecord],
+        used: set[str],
+        temp_names: Sequence[str],
+        trackers: Sequence[str],
+    ) -> ClosedSet:
         above, _, name = path.rpartition(b"/")
         if self._attempt.kind == "file":
             fd = open_directory(self._tree_fd, above)
@@ -83,7 +99,8 @@ class Closer:
         )
 
     def _walk(self, top: int, known: dict[int, ShardRecord], used: set[str], temp_names: Sequence[str]) -> None:
-        for root, directories, files, fd in os.fwalk(b".", dir_fd=top, follow_symlinks=False):
+        # A directory that cannot be read, which os.fwalk leaves out if it is not told, would be missing in the save.
+        for root, directories, files, fd in os.fwalk(b".", dir_fd=top, follow_symlinks=False, onerror=_raise):
             below = root[2:]
             stat = os.fstat(fd)
             self._directories.append(
@@ -144,9 +161,14 @@ def pin_file(
     key: Callable[[str, str], str],
     early: bool = False,
 ) -> ShardRecord:
-    """Pin one file under a new shard id and return its record. Raises OSError."""
+    """Pin one file under a new shard id and return its record. Raises OSError; nothing is pinned then."""
     shard = new_id()[:16]
     stat = pins.add(attempt.attempt, shard, fd, name)
+    try:
+        xattrs = user_xattrs(fd, name)
+    except OSError:
+        pins.drop(attempt.attempt, shard)
+        raise
     return ShardRecord(
         attempt=attempt.attempt,
         shard=shard,
@@ -154,9 +176,13 @@ def pin_file(
         identity=Identity(ino=stat.st_ino, size=stat.st_size, mtime_ns=stat.st_mtime_ns),
         mode=stat_module.S_IMODE(stat.st_mode),
         key=key(shard, path),
-        xattrs=user_xattrs(fd, name),
+        xattrs=xattrs,
         early=early,
     )
+
+
+def _raise(error: OSError) -> None:
+    raise error
 
 
 def user_xattrs(dir_fd: int, name: bytes) -> dict[str, bytes]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from cachefs.errors import CorruptError, InvalidError
+from cachefs.errors import CorruptError, InvalidError, UnreadableError
 from cachefs.generations import signals
 from cachefs.generations.actions import (
     Action,
@@ -28,7 +28,7 @@ from cachefs.generations.actions import (
 )
 from cachefs.generations.ledger import Ledger
 from cachefs.generations.placement import Placement, Placer
-from cachefs.generations.saves import Closed, Save, Seen, inside, moved
+from cachefs.generations.saves import AGAIN, Closed, Save, Seen, inside, moved
 from cachefs.generations.verdict import SINGLE_FILE, file_signal, judge
 from cachefs.staging.changes import Change, Kind
 
@@ -71,12 +71,17 @@ class Detector(Ledger):
 
     def due(self, now: float, view: View) -> list[Action]:
         """Return what follows from the time alone."""
+        for save in self._saves.values():
+            for path in [path for path, again in save.unread.items() if again <= now]:
+                del save.unread[path]
+                self._look_again(save, path, now, view)
         self._dirty.update(path for path, save in self._saves.items() if save.wake is not None and save.wake <= now)
         return self._settle(now, view)
 
     def next_deadline(self) -> float | None:
         """Return when `due` may have something to say, or None."""
-        return min((save.wake for save in self._saves.values() if save.wake is not None), default=None)
+        wakes = [save.wake for save in self._saves.values() if save.wake is not None]
+        return min([*wakes, *(again for save in self._saves.values() for again in save.unread.values())], default=None)
 
     def open_saves(self) -> dict[bytes, str]:
         """Return the open saves and what each waits for, in words."""
@@ -323,8 +328,20 @@ class Detector(Ledger):
             save.waiting = str(error)
             self._out.append(Incomplete(save.placement.path, str(error)))
             return
+        except UnreadableError as error:
+            save.waiting = str(error)
+            save.unread[save.placement.path] = now + AGAIN
+            return
         if label is not None:
             save.seen[SINGLE_FILE] = Seen(label, save.placement.path, now)
+
+    def _look_again(self, save: Save, path: bytes, now: float, view: View) -> None:
+        """A finished file could not be read a moment ago."""
+        if save.placement.kind == "file":
+            self._check_file(save, now, view, renamed=save.placement.relative(path) in save.renamed)
+        else:
+            self._outer(save, path, "parent-file", now, view)
+        self._dirty.add(save.placement.path)
 
     # ---- closing
 

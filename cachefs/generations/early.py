@@ -12,7 +12,7 @@ import structlog
 import trio
 
 from cachefs import clock
-from cachefs.errors import CorruptError, StagingError
+from cachefs.errors import CorruptError, StagingError, UnreadableError
 from cachefs.formats.names import to_text
 from cachefs.formats.records import AttemptRecord, ShardRecord, State
 from cachefs.generations import retrying
@@ -107,6 +107,9 @@ class EarlyUploads:
                         await self._pin(path, attempt, root)
                     except StagingError as error:
                         _log.error("early upload: the journal failed", path=to_text(path), reason=str(error))
+                    except (UnreadableError, OSError) as error:
+                        _log.error("early upload failed", path=to_text(path), reason=str(error))
+                        self._due.setdefault(path, (clock.monotonic() + retrying.LAST, attempt, root))
             wait = min((due for due, _, _ in self._due.values()), default=float("inf")) - clock.monotonic()
             with trio.move_on_after(max(wait, 0)):
                 await self._changed.wait()
@@ -151,7 +154,10 @@ class EarlyUploads:
             self._pins.drop(shard.attempt, shard.shard)
 
     def _is_torn(self, path: bytes) -> bool:
-        """Return whether a file is empty or, by its format, cut short: its writer met a full disk, or is not done."""
+        """Return whether a file is empty or, by its format, cut short: its writer met a full disk, or is not done.
+
+        Damaged ones count as torn: the close of the save finds that out, and says so. Raises UnreadableError.
+        """
         source = self._view.source(path)
         if source is None or source.size == 0:
             return True

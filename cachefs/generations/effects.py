@@ -4,14 +4,16 @@ of; what the journal refuses later (a close, an end, a second writing) is owed: 
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 
 import msgspec
 import structlog
 import trio
 
 from cachefs import clock
-from cachefs.errors import StagingError
+from cachefs.errors import DAMAGE, StagingError
 from cachefs.formats.names import to_text
 from cachefs.formats.records import AttemptRecord, ShardRecord
 from cachefs.generations import attempts
@@ -34,6 +36,12 @@ from cachefs.generations.view import TreeView
 from cachefs.journal import Journal
 from cachefs.staging.pins import Pins
 
+PATIENCE = 60.0
+"""Seconds for which the operation that closed a save waits, with all others on its files, until they can be pinned."""
+AGAIN = 1.0
+"""Seconds between two tries to pin them."""
+_FOR_GOOD = frozenset({*DAMAGE, errno.ENOENT, errno.ENOTDIR, errno.ELOOP})
+"""Why a file can never be pinned: its bytes are lost, or it is gone."""
 _log = structlog.get_logger(__name__)
 
 
@@ -47,19 +55,21 @@ class Effects:
         tree_fd: int,
         early: EarlyUploads,
         *,
+        boot: str,
         key: Callable[[AttemptRecord, str, str], str],
         hints: Hints,
         lost: Callable[[bytes], None],
         owing: Callable[[], None],
     ) -> None:
-        """`key(attempt, shard, path)` builds an object key. `lost` is told the path of an open save that could not be
-        journaled; `owing` is called when there is something to `repeat`.
+        """`boot` is that of the machine. `key(attempt, shard, path)` builds an object key. `lost` is told the path of
+        an open save that could not be journaled; `owing` is called when there is something to `repeat`.
         """
         self._journal = journal
         self._pins = pins
         self._tree_fd = tree_fd
         self._view = TreeView(tree_fd)
         self._early = early
+        self._boot = boot
         self._key = key
         self._hints = hints
         self._lost = lost
@@ -124,6 +134,7 @@ class Effects:
             opened_at=clock.now(),
             serial=0,
             baselines=baselines,
+            boot=self._boot,
         )
         try:
             await self._journal.write(lambda txn: attempts.insert(txn, record))
@@ -185,15 +196,18 @@ class Effects:
             await save.journaled.wait()
             if save.lost:
                 raise StagingError(f"the save {to_text(path)} is not closed: it could not be journaled")
-            while not await self._pin(path, save, action):
+            give_up = clock.monotonic() + PATIENCE
+            while not await self._pin(path, save, action, give_up):
                 pass
         finally:
             if self.closing.get(path) is save:
                 del self.closing[path]
             save.closing.set()
 
-    async def _pin(self, path: bytes, save: Tracked, action: CloseSave) -> bool:
-        """Pin and record a save, or abandon it; False when an early pin was lost meanwhile: then all is done again."""
+    async def _pin(self, path: bytes, save: Tracked, action: CloseSave, give_up: float) -> bool:
+        """Pin and record a save, or abandon it; False when all is to be done again: an early pin was lost meanwhile, or
+        there was no room or no descriptor for a pin, and it is not time to `give_up` (monotonic).
+        """
         attempt, early = await self._journaled(save)
         preset = next((one for one in save.placement.candidates if one.name == action.preset), None)
         closer = Closer(
@@ -212,6 +226,13 @@ class Effects:
         except OSError as error:
             # The operation that closed the save is done; the training code has no part in this failure.
             reason = f"its files could not be pinned: {error.strerror}"
+            if error.errno not in _FOR_GOOD and clock.monotonic() < give_up:
+                if attempt.error != reason:
+                    _log.warning("closing waits", path=to_text(path), reason=reason)
+                    with suppress(StagingError):  # on a full disk; the log has it
+                        await self._journal.write(lambda txn: attempts.noted(txn, save.attempt, reason))
+                await trio.sleep(AGAIN)
+                return False
             _log.error("save abandoned", path=to_text(path), reason=reason)
             await self.end_attempt(save.attempt, reason)
             return True
@@ -272,7 +293,11 @@ class Effects:
 
     async def _write_end(self, attempt: str, reason: str) -> None:
         await self._journal.write(lambda txn: attempts.ended(txn, attempt, reason))
-        await trio.to_thread.run_sync(self._pins.drop_attempt, attempt)
+        try:
+            await trio.to_thread.run_sync(self._pins.drop_attempt, attempt)
+        except OSError as error:  # whoever removed or renamed the save has no part in it
+            _log.error("the pins of an ended save are dropped later", attempt=attempt, reason=str(error))
+            self._hints.over()
         self._hints.opened()
 
     def _owe(self, write: Callable[[], Awaitable[None]]) -> None:

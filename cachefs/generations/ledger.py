@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from cachefs.errors import CorruptError, UnreadableError
 from cachefs.generations import signals
-from cachefs.generations.actions import Action, CancelSave, Loose, OpenSave, View
+from cachefs.generations.actions import Action, CancelSave, Incomplete, Loose, OpenSave, View
 from cachefs.generations.placement import Placement, Placer, parent
 from cachefs.generations.presets import TEMP_NAMES, SignalKind, matches
-from cachefs.generations.saves import Closed, OpenFiles, Save, Seen, inside
+from cachefs.generations.saves import AGAIN, Closed, OpenFiles, Save, Seen, inside
 from cachefs.staging.changes import Kind
 
 _NEW_NAME = (Kind.CREATED, Kind.RENAMED, Kind.LINKED, Kind.SYMLINKED)
@@ -138,7 +139,14 @@ class Ledger:
 
     def _outer(self, save: Save, path: bytes, on: SignalKind, now: float, view: View) -> None:
         for preset in save.placement.candidates:
-            label = signals.outer_signal(preset, save.placement, on, path, view)
+            try:
+                label = signals.outer_signal(preset, save.placement, on, path, view)
+            except UnreadableError:
+                save.unread[path] = now + AGAIN
+                continue
+            except CorruptError as error:
+                self._out.append(Incomplete(save.placement.path, str(error)))
+                continue
             if label:
                 save.seen[preset.name] = Seen(label, path, now)
                 self._dirty.add(save.placement.path)

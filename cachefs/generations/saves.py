@@ -95,6 +95,9 @@ class Save:
     """One open save. `written` are the names changed in it, relative; `seen` the signals that fired, by preset.
     `why` says in words who closes it `by_hand`.
 
+    `unread` are finished files that could not be read, so that nobody knows whether they are a signal, and when they
+    are looked at again.
+
     `stale` marks a save of a process that is gone: the next change starts another. `wake` is when to look again,
     `waiting` says what it waits for, `held` since when open files alone hold it back.
     """
@@ -108,6 +111,7 @@ class Save:
     why: str = ""
     stale: bool = False
     wake: float | None = None
+    unread: dict[bytes, float] = field(default_factory=dict)
     held: float | None = None
     waiting: str = "the close signal"
 
@@ -128,6 +132,7 @@ class Save:
 
     def unmark(self, marker: bytes) -> None:
         """The path that carried a signal changes again: what it said no longer holds."""
+        self.unread.pop(marker, None)
         for preset in [preset for preset, seen in self.seen.items() if seen.marker == marker]:
             del self.seen[preset]
 
@@ -137,6 +142,10 @@ class Save:
         for preset, seen in self.seen.items():
             if inside(seen.marker, old):
                 self.seen[preset] = msgspec.structs.replace(seen, marker=moved(seen.marker, old, placement.path))
+
+
+AGAIN = 1.0
+"""Seconds after which a file that could not be read is looked at again."""
 
 
 @dataclass(slots=True)

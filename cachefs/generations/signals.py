@@ -41,7 +41,10 @@ def inner_signal(preset: Preset, name: bytes, *, renamed: bool) -> str | None:
 
 
 def outer_signal(preset: Preset, placement: Placement, on: SignalKind, path: bytes, view: View) -> str | None:
-    """Return the signal that an event on a path beside the generation is: parent-file, symlink or marker-removed."""
+    """Return the signal that an event on a path beside the generation is: parent-file, symlink or marker-removed.
+
+    Raises CorruptError and UnreadableError for a file that cannot be read.
+    """
     name = path.rpartition(b"/")[2]
     for signal in preset.close:
         if signal.on != on:
@@ -83,7 +86,7 @@ def ready_at(save: Save, preset: Preset, seen: Seen, limit: float) -> float:
 
 
 def unmet(save: Save, preset: Preset, seen: Seen, view: View, *, alone: bool) -> str | None:
-    """Return what still forbids the close, in words, or None.
+    """Return what still forbids the close, in words, or None. Raises UnreadableError.
 
     `alone` says that every file of the save is visible here. If not, the other members' files cannot be asked for.
     """
@@ -135,11 +138,10 @@ def _torn(marker: bytes, view: View) -> str | None:
     name = marker.rpartition(b"/")[2]
     try:
         check_file(_text(name), source)
+        end = source.read(max(0, source.size - 64), 64) if name.endswith(b".json") else b"}"
     except CorruptError as error:
         return f"{_text(name)}: {error}"
-    if name.endswith(b".json") and not source.read(max(0, source.size - 64), 64).rstrip().endswith((b"}", b"]")):
-        return f"{_text(name)} does not end as JSON does"
-    return None
+    return None if end.rstrip().endswith((b"}", b"]")) else f"{_text(name)} does not end as JSON does"
 
 
 def _dcp(save: Save, view: View, alone: bool) -> str | None:

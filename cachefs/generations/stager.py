@@ -4,6 +4,7 @@ never call fsync, and takes the identity of each file, by which later damage is 
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -14,9 +15,10 @@ import trio
 import xxhash
 
 from cachefs import clock
-from cachefs.errors import CachefsError, CorruptError
+from cachefs.errors import DAMAGE, CorruptError, StagingError
 from cachefs.formats.names import to_bytes
 from cachefs.formats.records import AttemptRecord, Identity, ShardRecord, State
+from cachefs.generations import retrying
 from cachefs.journal import Journal, Txn
 from cachefs.staging.pins import PinReader
 
@@ -44,33 +46,54 @@ class Stager:
         self._hint.set()
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Stage whatever is closed, for ever."""
+        """Stage whatever is closed, for ever. What may succeed later is shown in the record and tried again."""
         task_status.started()
+        pause = retrying.FIRST
         while True:
             self._hint = trio.Event()
             with self._journal.read() as txn:
                 waiting = [a for a in txn.attempts.scan() if a.closed_at is not None and a.state is State.OPEN]
+            failed = False
             for attempt in sorted(waiting, key=lambda record: record.serial):
-                await self._stage(attempt)
-            if not waiting:
-                await self._hint.wait()
+                try:
+                    failed |= not await self._stage(attempt)
+                except StagingError as error:
+                    _log.error("staging: the journal failed", path=attempt.path, reason=str(error), again_in=pause)
+                    failed = True
+            if failed:
+                with trio.move_on_after(pause):
+                    await self._hint.wait()
+                pause = min(2 * pause, retrying.LAST)
+            else:
+                pause = retrying.FIRST
+                if not waiting:
+                    await self._hint.wait()
 
-    async def _stage(self, attempt: AttemptRecord) -> None:
+    async def _stage(self, attempt: AttemptRecord) -> bool:
+        """Stage or abandon one save; return False when it has to wait. Raises StagingError."""
         with self._journal.read() as txn:
             shards = txn.shards_of(attempt.attempt)
         try:
             identities = await trio.to_thread.run_sync(self._sync, attempt, shards)
-        except (CachefsError, OSError) as error:
+        except (CorruptError, OSError) as error:
             reason = str(error)
+            if isinstance(error, OSError) and error.errno not in DAMAGE:
+                if attempt.error != reason:
+                    _log.warning("staging waits", path=attempt.path, reason=reason)
+                    await self._journal.write(lambda txn: _waits(txn, attempt.attempt, reason))
+                return False
             _log.error("save abandoned", path=attempt.path, reason=reason)
             await self._journal.write(lambda txn: _abandon(txn, attempt.attempt, reason))
         else:
             for superseded in await self._journal.write(lambda txn: _staged(txn, attempt, identities)):
                 await trio.to_thread.run_sync(self._pins.drop_attempt, superseded)
         self._staged()
+        return True
 
     def _sync(self, attempt: AttemptRecord, shards: list[ShardRecord]) -> dict[str, Identity]:
-        """Sync and identify every pinned file; in a worker thread."""
+        """Sync and identify every pinned file; in a worker thread. Raises CorruptError for bytes that are lost, and
+        OSError.
+        """
         with ThreadPoolExecutor(THREADS, "staging") as pool:
             found = zip(shards, pool.map(self._sync_file, shards), strict=True)
             identities = {shard.shard: identity for shard, identity in found if identity is not None}
@@ -89,7 +112,7 @@ class Stager:
             except FileNotFoundError:
                 raise CorruptError(f"the bytes of {shard.paths[0]} are gone from staging") from None
             try:
-                os.fsync(fd)
+                _sync_bytes(fd, shard.paths[0])
                 known = shard.pin is not None or shard.identity.xxh3 is not None
                 xxh3 = shard.identity.xxh3 if known else _xxh3(fd)
                 # Not the time: it may be set after the close (Lightning does), which changes no byte.
@@ -105,13 +128,31 @@ class Stager:
     def _sync_tree(self, path: bytes) -> None:
         """Sync the directories of a generation and those above it; they may have been removed by now."""
         try:
-            for _root, _directories, _files, fd in os.fwalk(path, dir_fd=self._tree_fd, follow_symlinks=False):
+            walk = os.fwalk(path, dir_fd=self._tree_fd, follow_symlinks=False, onerror=_raise_unless_gone)
+            for _root, _directories, _files, fd in walk:
                 os.fsync(fd)
         except (FileNotFoundError, NotADirectoryError):
             pass  # rotated away: the pins are what counts
         while path := path.rpartition(b"/")[0]:
             _sync_directory(path, self._tree_fd)
         os.fsync(self._tree_fd)
+
+
+def _sync_bytes(fd: int, path: str) -> None:
+    """Sync a file. Raises CorruptError when its bytes did not reach the disk: Linux tells each descriptor of a failed
+    write-back once, and drops the pages (fsync(2), NOTES), so that the same call would succeed the next time.
+    """
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        if error.errno not in (*DAMAGE, errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise CorruptError(f"{path} did not reach the disk: {error.strerror}") from error
+
+
+def _raise_unless_gone(error: OSError) -> None:
+    if not isinstance(error, (FileNotFoundError, NotADirectoryError)):
+        raise error
 
 
 def _xxh3(fd: int) -> str:
@@ -135,6 +176,12 @@ def _sync_directory(path: os.PathLike[str] | bytes, dir_fd: int | None) -> None:
         os.close(fd)
 
 
+def _waits(txn: Txn, attempt: str, reason: str) -> None:
+    record = txn.attempts.get(attempt)
+    if record is not None and not record.state.final:
+        txn.update_attempt(attempt, error=reason)
+
+
 def _abandon(txn: Txn, attempt: str, reason: str) -> None:
     if txn.attempts.get(attempt) is not None:
         txn.update_attempt(attempt, state=State.ABANDONED, error=reason)
@@ -148,7 +195,7 @@ def _staged(txn: Txn, attempt: AttemptRecord, identities: dict[str, Identity]) -
         shard = txn.shard(attempt.attempt, name)
         if shard is not None:
             txn.put_shard(msgspec.structs.replace(shard, identity=identity))
-    txn.update_attempt(attempt.attempt, state=State.STAGED, staged_at=clock.now())
+    txn.update_attempt(attempt.attempt, state=State.STAGED, staged_at=clock.now(), error="")
     return _supersede(txn, attempt)
 
 

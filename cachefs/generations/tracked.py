@@ -22,6 +22,8 @@ class Hints(msgspec.Struct, frozen=True):
     """There is something to send."""
     loose: Callable[[bytes], None]
     """A loose file changed."""
+    over: Callable[[], None] = lambda: None
+    """Pins of an attempt that has ended are still there."""
 
 
 class Tracked:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Awaitable
 
+import structlog
 import trio
 
 from cachefs import clock
@@ -32,6 +33,7 @@ from cachefs.staging.changes import Change, Kind
 from cachefs.staging.pins import Pins
 from cachefs.staging.walking import open_directory
 
+_log = structlog.get_logger(__name__)
 _REWRITES = (Kind.OPENED, Kind.TRUNCATED)
 
 
@@ -48,16 +50,18 @@ class Tracker:
         keys: Keys,
         *,
         member: str,
+        boot: str,
         early_delay: float,
         hints: Hints,
     ) -> None:
-        """`early_delay` in seconds, see early.py."""
+        """`boot` is the id of this boot of the machine; `early_delay` in seconds, see early.py."""
         self._journal = journal
         self._pins = pins
         self._tree_fd = tree_fd
         self._detector = detector
         self._placer = placer
         self._view = TreeView(tree_fd)
+        self._boot = boot
         self.outlived = Outlived(tree_fd, self._view, self.after)
         self._changed = trio.Event()
         self._looks_at = float("inf")
@@ -68,7 +72,7 @@ class Tracker:
 
         self.early = EarlyUploads(journal, pins, tree_fd, delay=early_delay, key=key, pinned=hints.pinned)
         self._effects = Effects(
-            journal, pins, tree_fd, self.early, key=key, hints=hints, lost=detector.forget, owing=self._wake
+            journal, pins, tree_fd, self.early, boot=boot, key=key, hints=hints, lost=detector.forget, owing=self._wake
         )
 
     def _wake(self) -> None:
@@ -229,7 +233,11 @@ class Tracker:
         return {to_text(path): waits for path, waits in self._detector.open_saves().items()}
 
     async def resume(self) -> None:
-        """Take up the saves of an earlier process: drop pins nobody knows, close what was complete."""
+        """Take up the saves of an earlier process: abandon what a power cut may have torn, drop pins that nobody knows,
+        close what was complete.
+        """
+        for lost in await self._journal.write(lambda txn: attempts.abandon_unsynced(txn, self._boot)):
+            _log.error("save abandoned", path=lost.path, reason=attempts.UNSYNCED)
         await self._journal.write(lambda txn: attempts.sweep(txn, self._pins))
         with self._journal.read() as txn:
             known = sorted((a for a in txn.attempts.scan() if not a.foreign), key=lambda record: record.serial)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cachefs.errors import CorruptError
+from cachefs.errors import CorruptError, UnreadableError
 from cachefs.formats.names import to_text
 from cachefs.generations import signals
 from cachefs.generations.actions import AbandonSave, CloseSave, View
 from cachefs.generations.completeness import check_file, check_zip, is_zip
 from cachefs.generations.presets import Preset, Signal
-from cachefs.generations.saves import Save, Seen
+from cachefs.generations.saves import AGAIN, Save, Seen
 
 LEGACY = "last writer closed, then quiet"
 """The signal of a single file whose format has no end mark."""
@@ -54,7 +54,11 @@ def judge(
                 save.wake = ready if save.wake is None else min(save.wake, ready)
                 continue
             if save.placement.kind == "directory":
-                reason = signals.unmet(save, preset, seen, view, alone=alone)
+                try:
+                    reason = signals.unmet(save, preset, seen, view, alone=alone)
+                except UnreadableError as error:
+                    reason = str(error)
+                    save.wake = now + AGAIN if save.wake is None else min(save.wake, now + AGAIN)
                 if reason is not None:
                     save.waiting = f"{preset.name}: {reason}"
                     continue
@@ -66,7 +70,8 @@ def judge(
 def file_signal(path: bytes, view: View, *, renamed: bool) -> str | None:
     """Return the signal of a single file that nobody writes any more; None when it is not there.
 
-    Raises CorruptError for a torn file: empty, a zip without its end, a safetensors file of the wrong size.
+    Raises CorruptError for a torn file: empty, a zip without its end, a safetensors file of the wrong size; and
+    UnreadableError.
     """
     source = view.source(path)
     if source is None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat as stat_module
 from collections.abc import Sequence
 
+from cachefs.errors import DAMAGE, CorruptError, UnreadableError
+from cachefs.formats.names import to_text
 from cachefs.formats.records import Baseline
 from cachefs.generations.completeness import Source
 
@@ -24,15 +27,21 @@ class FileSource:
         return self._size
 
     def read(self, offset: int, length: int) -> bytes:
-        """Read bytes; fewer at the end of the file, none when it is gone."""
+        """Read bytes; fewer at the end of the file, none when it is gone.
+
+        Raises CorruptError when the disk has lost them, UnreadableError when they cannot be read just now.
+        """
         try:
             fd = os.open(self._path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self._dir_fd)
-        except OSError:
-            return b""
-        try:
-            return os.pread(fd, length, offset)
-        finally:
-            os.close(fd)
+            try:
+                return os.pread(fd, length, offset)
+            finally:
+                os.close(fd)
+        except OSError as error:
+            if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+                return b""
+            known = CorruptError if error.errno in DAMAGE else UnreadableError
+            raise known(f"{to_text(self._path)} cannot be read: {error.strerror}") from error
 
 
 class TreeView:

@@ -98,6 +98,18 @@ class Pins(PinReader):
             stat = look()
             return stat, len(self._holders.get(stat.st_ino, ()))
 
+    def has_names(self, attempt: str) -> bool:
+        """Return whether a pinned file of an attempt still has a name in the tree, under whatever path."""
+        for shard in self.shards(attempt):
+            path = self.path(attempt, shard)
+            try:
+                stat, pins = self.counted(path.lstat)
+            except FileNotFoundError:
+                continue  # dropped meanwhile
+            if stat.st_nlink > pins:
+                return True
+        return False
+
     def add(self, attempt: str, shard: str, dir_fd: int, name: bytes) -> os.stat_result:
         """Pin the file `name` of a directory and return its stat, taken through the pin.
 
@@ -149,8 +161,8 @@ class Pins(PinReader):
         path = self.path(attempt, shard)
         try:
             held = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
-        except FileNotFoundError:
-            held = -1
+        except OSError:
+            held = -1  # gone, or no descriptor left: then the blocks are freed under the lock
         with self._lock:
             path.unlink(missing_ok=True)
             self._unlist((attempt, shard))

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import os
+import shutil
 import threading
 import zipfile
 from contextlib import ExitStack
 from io import BytesIO
 
+import msgspec
 import pytest
 import trio
 
 from cachefs.errors import CachefsError, NotFoundError, StagingError
 from cachefs.formats.keys import Keys
+from cachefs.formats.manifest import Pin
 from cachefs.formats.records import AttemptRecord, State
-from cachefs.generations import attempts, retrying
+from cachefs.generations import attempts, releaser, retrying
 from cachefs.generations.actions import CloseSave
 from cachefs.generations.catalog import AUTO
 from cachefs.generations.closing import Closer
@@ -51,7 +54,7 @@ class Mount:
         self.root = root
         self.start()
 
-    def start(self) -> None:
+    def start(self, boot: str = "first boot") -> None:
         """Start, or start again after `die`."""
         self.staging = Staging(self.root)
         self.stack.callback(self.staging.close)
@@ -69,6 +72,7 @@ class Mount:
             placer,
             Keys(),
             member="node",
+            boot=boot,
             early_delay=0.0,
             hints=Hints(
                 opened=lambda: self.hints.append("opened"),
@@ -250,6 +254,72 @@ async def test_an_old_marker_does_not_close_the_save_that_was_open_at_the_kill(m
     assert again.state is State.OPEN
 
 
+def prove(*shards: str):
+    """Return a journal write that says the store has these shards: their paths in the save."""
+
+    def write(txn):
+        for shard in txn.shards.scan():
+            if shard.paths[0] in shards:
+                txn.put_shard(msgspec.structs.replace(shard, pin=Pin("key", "version", 1, "sha")))
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("journaled", "proved"),
+    [(True, ()), (True, ("__0_0.distcp",)), (False, ())],
+    ids=["closed", "closed, and one file is in the store", "its marker is there"],
+)
+async def test_a_save_that_was_not_synced_before_the_machine_stopped_is_abandoned(
+    mount, journaled, proved, declared_warnings
+):
+    """Names and sizes may be there and the bytes not; that goes for a marker too."""
+    if journaled:
+        await mount.save("run/step-5", **{"0_0": b"one"})
+    else:
+        await mount.write("run/step-5/__0_0.distcp", b"one")
+        (mount.staging.tree / "run/step-5/.metadata").write_bytes(metadata("0_0"))
+    await mount.journal.write(prove(*proved))
+    mount.die()
+    mount.start("second boot")
+    declared_warnings("save abandoned")
+    await mount.tracker.resume()
+    (attempt,) = mount.attempts()
+    assert (attempt.state, attempt.error) == (State.ABANDONED, attempts.UNSYNCED)
+    assert mount.tracker.open_saves() == {}
+    if not journaled:
+        assert mount.pinned(attempt) == {}
+    await mount.save("run/step-5", **{"0_0": b"again"})
+    _, again = mount.attempts()
+    assert mount.pinned(again)["__0_0.distcp"] == b"again"
+
+
+@pytest.mark.parametrize("state", [State.STAGED, State.OPEN], ids=["synced", "every file is in the store"])
+async def test_a_save_whose_bytes_are_known_to_be_there_stands_after_the_machine_stopped(mount, state):
+    await mount.save("run/step-5", **{"0_0": b"one"})
+    (attempt,) = mount.attempts()
+    if state is State.OPEN:
+        await mount.journal.write(prove("__0_0.distcp", ".metadata"))
+    else:
+        await mount.journal.write(lambda txn: txn.update_attempt(attempt.attempt, state=state))
+    mount.die()
+    mount.start("second boot")
+    await mount.tracker.resume()
+    (after,) = mount.attempts()
+    assert (after.state, after.error) == (state, "")
+
+
+async def test_a_save_of_a_journal_without_boots_counts_as_one_of_another_boot(mount, declared_warnings):
+    await mount.save("run/step-5", **{"0_0": b"one"})
+    (attempt,) = mount.attempts()
+    await mount.journal.write(lambda txn: txn.update_attempt(attempt.attempt, boot=""))
+    mount.die()
+    mount.start()
+    declared_warnings("save abandoned")
+    await mount.tracker.resume()
+    assert mount.attempts()[0].state is State.ABANDONED
+
+
 async def test_pins_that_no_record_names_are_swept_by_the_next_start(mount):
     await mount.write("run/step-5/__0_0.distcp", b"one")
     (attempt,) = mount.attempts()
@@ -278,6 +348,61 @@ async def test_pins_go_when_an_attempt_is_over_and_old_attempts_are_forgotten(mo
         nursery.cancel_scope.cancel()
     assert mount.pins.attempts() == set()
     assert [attempt.step for attempt in mount.attempts()] == [7, 8, 9]
+
+
+async def test_without_publication_a_staged_save_ends_when_all_its_files_are_removed_or_replaced(mount):
+    """A moved file is still there; a save with one file left is kept; so is one that the store knows of."""
+    for step in range(1, 6):
+        await mount.save(f"run/step-{step}", **{"0_0": b"one"})
+    await mount.write("run/last.pt", zipped(b"old"))
+    await mount.write("run/last.pt", zipped(b"new"))
+    saves = {attempt.attempt: attempt for attempt in mount.attempts()}
+    removed, partly, moved, announced, unsynced, replaced, last = saves
+
+    def staged(txn):
+        for attempt in saves:
+            txn.update_attempt(attempt, state=State.OPEN if attempt == unsynced else State.STAGED)
+        txn.update_attempt(announced, opened_epoch=1)
+
+    await mount.journal.write(staged)
+    for step in (1, 4, 5):
+        shutil.rmtree(mount.staging.tree / f"run/step-{step}")
+    (mount.staging.tree / "run/step-2/__0_0.distcp").unlink()
+    (mount.staging.tree / "run/step-3").rename(mount.staging.tree / "run/kept")
+    await Releaser(mount.journal, mount.pins, publish=False)._release()
+    assert mount.pins.attempts() == {partly, moved, announced, unsynced, last}
+    states = {attempt.attempt: attempt.state for attempt in mount.attempts()}
+    assert {attempt for attempt, state in states.items() if state is State.ABANDONED} == {removed, replaced}
+
+
+async def test_with_publication_a_staged_save_keeps_its_pins_when_its_files_are_removed(mount):
+    await mount.save("run/step-1", **{"0_0": b"one"})
+    (attempt,) = mount.attempts()
+    await mount.journal.write(lambda txn: txn.update_attempt(attempt.attempt, state=State.STAGED))
+    shutil.rmtree(mount.staging.tree / "run/step-1")
+    await mount.releaser._release()
+    assert mount.pinned(attempt)["__0_0.distcp"] == b"one"
+
+
+async def test_without_publication_files_that_are_removed_are_found_although_nobody_tells(mount, monkeypatch, nursery):
+    monkeypatch.setattr(releaser, "LOOK", 0.01)
+    await mount.save("run/step-1", **{"0_0": b"one"})
+    (attempt,) = mount.attempts()
+    await mount.journal.write(lambda txn: txn.update_attempt(attempt.attempt, state=State.STAGED))
+    await nursery.start(Releaser(mount.journal, mount.pins, publish=False).run)
+    shutil.rmtree(mount.staging.tree / "run/step-1")
+    with trio.fail_after(30):
+        while mount.attempts()[0].state is not State.ABANDONED:
+            await mount.journal.wait_changed()
+
+
+async def test_without_publication_the_pins_of_an_abandoned_save_go(mount):
+    await mount.save("run/step-1", **{"0_0": b"one"})
+    (attempt,) = mount.attempts()
+    await mount.journal.write(lambda txn: txn.update_attempt(attempt.attempt, state=State.ABANDONED, error="lost"))
+    await Releaser(mount.journal, mount.pins, publish=False)._release()
+    assert mount.pins.attempts() == set()
+    assert mount.attempts()[0].error == "lost"
 
 
 class Full:

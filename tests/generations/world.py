@@ -7,6 +7,7 @@ import json
 import zipfile
 from itertools import count
 
+from cachefs.errors import CachefsError
 from cachefs.formats.records import Baseline
 from cachefs.generations.actions import (
     AbandonSave,
@@ -28,14 +29,16 @@ from cachefs.staging.changes import Change, Kind
 class Bytes:
     """A Source over bytes."""
 
-    def __init__(self, data: bytes) -> None:
-        self.data = data
+    def __init__(self, data: bytes, error: CachefsError | None = None) -> None:
+        self.data, self.error = data, error
 
     @property
     def size(self) -> int:
         return len(self.data)
 
     def read(self, offset: int, length: int) -> bytes:
+        if self.error is not None:
+            raise self.error
         return self.data[offset : offset + length]
 
 
@@ -65,10 +68,13 @@ class Handle:
 
 
 class World:
-    """The tree, its clock (`now`, seconds) and the detector. Every action is kept in `actions`."""
+    """The tree, its clock (`now`, seconds) and the detector. Every action is kept in `actions`, and reading a path of
+    `unreadable` raises its error.
+    """
 
     def __init__(self, presets=AUTO, **options) -> None:
         self.files: dict[bytes, Node] = {}
+        self.unreadable: dict[bytes, CachefsError] = {}
         self.options = options
         self.presets = presets
         self.detector = Detector(Placer(presets), **options)
@@ -80,7 +86,7 @@ class World:
 
     def source(self, path):
         node = self.files.get(path)
-        return None if node is None or node.target is not None else Bytes(node.data)
+        return None if node is None or node.target is not None else Bytes(node.data, self.unreadable.get(path))
 
     def names(self, path):
         return sorted(name[len(path) + 1 :] for name in self.files if name.startswith(path + b"/"))
