@@ -199,6 +199,7 @@ class Daemon:
             loose_pending=lambda: self._supervisor.figures.loose_pending,
             open_saves=self._tracker.open_saves,
             close_now=self._tracker.close_now,
+            problems=lambda: self._supervisor.figures.problems,
             in_generation=lambda path: placer.place(path) is not None,
         )
         self._reporter = Reporter(self._journal, config, self._store_url, staging.socket, staging.tree, live)

@@ -37,6 +37,7 @@ from cachefs.publish.collecting import Collector
 from cachefs.publish.looking import Looking
 from cachefs.publish.members import CloseAsked, Member
 from cachefs.publish.ownership import Ownership, lift_fences
+from cachefs.publish.problems import Problems
 from cachefs.publish.publisher import Publisher
 from cachefs.publish.sealing import CLOSED_BY
 from cachefs.publish.settings import Settings
@@ -100,6 +101,8 @@ class Engine:
         self._publisher: Publisher | None = None
         self._looking: Looking | None = None
         self._collected = Counts()
+        self._problems: tuple[Problems, ...] = ()
+        """What the looks, the watch over owned pointers, and garbage collection cannot do."""
 
     async def run(self) -> None:
         """Work until the mount process closes its end of the link."""
@@ -149,6 +152,7 @@ class Engine:
                 await self._gate.watch(self._hop)
                 nursery.cancel_scope.cancel()
             self._publisher = self._looking = None
+            self._problems = ()
             self._link.send_nowait(self._figures())
 
     async def _work(self, ranges: bool) -> None:
@@ -156,22 +160,25 @@ class Engine:
         config = self._config
         await self._hop(loading.sweep, config.staging / "load")
         settings = publish_settings(config, ranges)
+        looks, watch, gc = self._problems = Problems(), Problems(), Problems("garbage collection: ")
+        writes = Writes(self._store, self._keys, self._hop, looks.pause)
         if not settings.owner:
             await self._journal.write(lift_fences)
         async with trio.open_nursery() as nursery:
             await nursery.start(self._flusher.run)
-            collector = await self._own(settings, nursery) if settings.owner else None
+            collector = await self._own(settings, nursery, writes, looks, watch, gc) if settings.owner else None
             member = Member(
                 self._journal,
-                self._writes(),
+                writes,
                 settings,
                 nursery,
                 started=self._started,
                 close=self._close,
+                problems=looks,
                 joined=self._flusher.wake,
                 confirm=self._gate.confirm,
             )
-            self._looking = Looking(self._journal, self._writes(), settings, member, collector)
+            self._looking = Looking(self._journal, writes, settings, member, collector, looks)
             self._looking.first = lambda: self._link.send_nowait(link.Looked())
             await nursery.start(self._looking.run)
             if config.loose:
@@ -182,22 +189,28 @@ class Engine:
                         self._loose.note(name)
                 await nursery.start(self._loose.run)
 
-    def _writes(self) -> Writes:
-        return Writes(self._store, self._keys, self._hop)
-
-    async def _own(self, settings: Settings, nursery: trio.Nursery) -> Collector:
+    async def _own(
+        self, settings: Settings, nursery: trio.Nursery, writes: Writes, looks: Problems, watch: Problems, gc: Problems
+    ) -> Collector:
         """Start what only the owner of runs does."""
         config = self._config
         ownership = Ownership(
-            self._journal, self._writes(), config.member, poll=config.pointer_poll, incarnation=self._incarnation
+            self._journal,
+            writes,
+            config.member,
+            poll=config.pointer_poll,
+            incarnation=self._incarnation,
+            problems=watch,
         )
         collector = Collector(
             self._journal,
-            self._writes(),
+            writes,
             ownership,
             settings,
             path=lambda run, generation: generation if run == config.run else f"{run}/{generation}",
             changed=self._wake_publisher,
+            problems=looks,
+            confirm=self._gate.confirm,
         )
         self._publisher = Publisher(
             self._journal,
@@ -216,10 +229,11 @@ class Engine:
         await nursery.start(self._publisher.run)
         if config.gc:
             keeper = Keeper(
-                self._writes(),
+                writes,
                 retention_policy(config),
                 ownership.owned,
                 self._collected,
+                gc,
                 interval=config.gc_interval,
                 holder=f"gc of {config.member}",
             )
@@ -256,6 +270,7 @@ class Engine:
             failures=dict(flushed.failures),
             requests=dict(self._hop.requests),
             gc=msgspec.structs.asdict(self._collected),
+            problems=tuple(one for problems in self._problems for one in problems.all()),
         )
 
 

@@ -235,7 +235,13 @@ class Journal:
     def read(self) -> Iterator[Txn]:
         """Open a read transaction. Synchronous and short: no checkpoint while it is open."""
         with self._env.begin() as raw:
-            yield Txn(raw, self._dbs)
+            txn = Txn(raw, self._dbs)
+            try:
+                yield txn
+            finally:
+                # A transaction keeps its place among LMDB's 126 readers for as long as it is referred to, and a task
+                # that waits keeps the variable.
+                vars(txn).clear()
 
     def write_now(self, fn: Callable[[Txn], T]) -> T:
         """Run `fn` in its own write transaction and commit it durably. For start-up and tools: blocks the caller."""

@@ -12,6 +12,7 @@ import msgspec
 import trio
 
 from cachefs.config.schema import Config
+from cachefs.problem import Problem
 
 T = TypeVar("T")
 _BATCH = 1000
@@ -65,7 +66,7 @@ class Looked(msgspec.Struct, frozen=True, tag="looked"):
 
 class Figures(msgspec.Struct, frozen=True, tag="figures"):
     """What the engine does. Counters are totals since its start; `requests` by "operation outcome",
-    `gc` by the fields of retention.keeper.Counts.
+    `gc` by the fields of retention.keeper.Counts. `problems` say why runs do not move.
     """
 
     blocked: str
@@ -76,6 +77,7 @@ class Figures(msgspec.Struct, frozen=True, tag="figures"):
     failures: dict[str, int]
     requests: dict[str, int]
     gc: dict[str, int] = {}
+    problems: tuple[Problem, ...] = ()
 
 
 ToEngine = Start | Hint | LooseChanged

@@ -61,6 +61,7 @@ class Place(msgspec.Struct, frozen=True):
     roles: str = "cachefs"
     admin: str = ""
     partition: str = "aws"
+    owner_collects: bool = False
 
     def __post_init__(self) -> None:
         """Raise InvalidError for what cannot be written into an ARN."""
@@ -135,7 +136,7 @@ def bucket_policy(place: Place) -> Document:
             "s3:DeleteObjectVersion",
             *(pattern for pattern in _CREATE_ONLY if pattern != _LEASES),
             _LOOSE,
-            ArnNotEquals=unless("gc"),
+            ArnNotEquals=unless("gc", "owner") if place.owner_collects else unless("gc"),
         ),
         deny(
             "VersionDeleteOnlyByOurRoles",  # what is left of runs/: leases
@@ -183,10 +184,13 @@ def _collecting(place: Place) -> list[Document]:
 
 
 def role_policy(role: Role, place: Place) -> Document:
-    """Return what a role may do: `member` saves, `owner` also publishes, `gc` retires and deletes, `restore` reads."""
+    """Return what a role may do: `member` saves, `owner` also publishes (with `owner_collects` it also deletes), `gc`
+    retires and deletes, `restore` reads.
+    """
+    collecting = (_collecting,) if place.owner_collects else ()
     parts: Mapping[Role, tuple[Callable[[Place], list[Document]], ...]] = {
         "member": (_reading, _probing, _saving),
-        "owner": (_reading, _probing, _saving, _publishing),
+        "owner": (_reading, _probing, _saving, _publishing, *collecting),
         "gc": (_reading, _probing, _publishing, _collecting),
         "restore": (_reading,),
     }

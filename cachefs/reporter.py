@@ -26,6 +26,7 @@ from cachefs.errors import (
 from cachefs.formats.names import checked_path, to_text
 from cachefs.formats.records import AttemptRecord, State
 from cachefs.journal import Journal
+from cachefs.problem import Problem
 from cachefs.publish.rules import effective_state
 from cachefs.status import GenerationStatus, Read, Status, Totals, add_up, generation_status, read, snapshot
 
@@ -40,6 +41,7 @@ class Live(msgspec.Struct, frozen=True):
     loose_pending: Callable[[], int]
     open_saves: Callable[[], dict[str, str]]
     close_now: Callable[[bytes], Any]
+    problems: Callable[[], tuple[Problem, ...]] = tuple
     in_generation: Callable[[bytes], bool] = lambda _path: False
     """Whether a path is placed in a generation, by its name."""
 
@@ -99,6 +101,7 @@ class Reporter:
             members=members.names,
             member_count=members.count,
             owner=members.owner,
+            problems=self._live.problems(),
         )
 
     # ---- extended attributes

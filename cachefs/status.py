@@ -12,6 +12,7 @@ import msgspec
 
 from cachefs.formats.records import AttemptRecord, RunRecord, ShardRecord, State
 from cachefs.journal import Txn
+from cachefs.problem import Problem
 from cachefs.publish.rules import effective_state
 
 
@@ -44,7 +45,8 @@ class RunStatus(msgspec.Struct, frozen=True):
 
 class Status(msgspec.Struct, frozen=True):
     """The whole daemon. `publishing_blocked` says why nothing is published (empty: all is well). `members` are the
-    names of all members where they are known, `owner` says whether this daemon seals and promotes.
+    names of all members where they are known, `owner` says whether this daemon seals and promotes. `problems` say why
+    runs do not move: what could not be read or written at the last look at them.
     """
 
     version: str
@@ -66,6 +68,7 @@ class Status(msgspec.Struct, frozen=True):
     members: tuple[str, ...] = ()
     member_count: int = 1
     owner: bool = True
+    problems: tuple[Problem, ...] = ()
 
 
 class Snapshot(msgspec.Struct, frozen=True):

@@ -128,7 +128,7 @@ class Supervisor:
             self.restarts += 1
             self._before = self.totals()
             self.figures = msgspec.structs.replace(
-                self.figures, flushed_bytes=0, orphans_aborted=0, failures={}, requests={}, gc={}
+                self.figures, flushed_bytes=0, orphans_aborted=0, failures={}, requests={}, gc={}, problems=()
             )
             _log.error("the engine ended; it is started again", exit_code=code, seconds=pause)
             await trio.sleep(pause)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import msgspec
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -90,6 +91,25 @@ def test_loose_files_are_overwritten_but_not_removed_by_who_writes_them():
     assert who("PutObject", LOOSE, PLAIN) == who("PutObject", LOOSE, PART) == {"member", "owner"}
     assert who("DeleteObject", LOOSE) == set()
     assert who("DeleteObjectVersion", LOOSE) == {"gc"}
+
+
+def test_an_owner_that_collects_may_delete_what_gc_may():
+    """Both documents have to say so: `gc = true` retires nothing where either does not."""
+    place = msgspec.structs.replace(PLACE, owner_collects=True)
+    for key in (*OWN_KEYS.values(), LOOSE, POINTER):
+        request = Request(
+            "arn:aws:iam::123456789012:role/cachefs-owner", "s3:DeleteObjectVersion", f"arn:aws:s3:::ckpts/{key}", {}
+        )
+        both = [(one, other) for one in (PLACE, place) for other in (PLACE, place)]
+        granted = [allowed(request, role_policy("owner", one), bucket_policy(other)) for one, other in both]
+        assert granted == [False, False, False, key != POINTER]
+    assert role_policy("member", place) == role_policy("member", PLACE)
+    text = (
+        CliRunner()
+        .invoke(app, ["policy", "s3://ckpts/team", "--account", "1" * 12, "--owner-collects", "--json"])
+        .stdout
+    )
+    assert "Collect" in {one["Sid"] for one in json.loads(text)["iam-owner"]["Statement"]}
 
 
 def test_the_probe_may_do_under_its_prefix_what_it_asks_about():

@@ -31,6 +31,9 @@ def policy(
         str, typer.Option(help="ARN that alone may change lifecycle, versioning, replication.", show_default=False)
     ] = "",
     partition: Annotated[str, typer.Option(help="aws, aws-cn or aws-us-gov.")] = "aws",
+    owner_collects: Annotated[
+        bool, typer.Option("--owner-collects", help="Let the owner delete as gc may: for a daemon with gc = true.")
+    ] = False,
     what: Annotated[str | None, typer.Option(help=f"One document only: {', '.join(WHAT)}.", show_default=False)] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -38,7 +41,7 @@ def policy(
     where = location(store)
     if where.scheme != "s3":
         raise InvalidError(f"{store} has no policies", hint="they are for s3://bucket/prefix")
-    place = Place(where.bucket, where.prefix, account, role_prefix, admin, partition)
+    place = Place(where.bucket, where.prefix, account, role_prefix, admin, partition, owner_collects)
     if what is not None:
         found = next((one for one in WHAT if one == what), None)
         if found is None:

@@ -92,6 +92,7 @@ def status(status: Status) -> RenderableType:
     for run in status.runs:
         fenced = f"  FENCED by {run.fenced_by}" if run.fenced_by else ""
         rows.append(("run", f"{run.run}  epoch {run.epoch or '-'}{fenced}"))
+    rows.extend(("PROBLEM", f"{one.run or 'search for runs'}: {one.error}") for one in status.problems)
     if status.publishing_blocked:
         rows.append(("NOT PUBLISHING", status.publishing_blocked))
     for name, text in rows:

@@ -13,14 +13,16 @@ import trio
 from cachefs.errors import CachefsError, CorruptError
 from cachefs.formats.codec import decode
 from cachefs.formats.manifest import Abandoned, Manifest, Pin
+from cachefs.formats.pointer import Pointer
 from cachefs.formats.records import AttemptRecord, SharedRecord, State
 from cachefs.journal import Journal
-from cachefs.publish import joined, sealing
-from cachefs.publish.promotion import left_the_list
+from cachefs.publish import joined, rules, sealing
+from cachefs.publish.problems import Problems
+from cachefs.publish.promotion import departure
 from cachefs.publish.settings import Confirm, Settings
 from cachefs.publish.sharing import read_share
 from cachefs.publish.steps import forget_shards
-from cachefs.publish.writes import Conflict, Writes, pin_of
+from cachefs.publish.writes import Writes, pin_of
 from cachefs.restore.reader import Seen
 
 _log = structlog.get_logger(__name__)
@@ -32,13 +34,20 @@ class Answers:
     """
 
     def __init__(
-        self, journal: Journal, writes: Writes, settings: Settings, nursery: trio.Nursery, confirm: Confirm
+        self,
+        journal: Journal,
+        writes: Writes,
+        settings: Settings,
+        nursery: trio.Nursery,
+        confirm: Confirm,
+        problems: Problems,
     ) -> None:
         self._journal = journal
         self._writes = writes
         self._settings = settings
         self._nursery = nursery
         self._confirm = confirm
+        self._problems = problems
         self._testing: set[tuple[str, int]] = set()
 
     async def answer(self, run: str, absent_since: Mapping[str, float]) -> None:
@@ -85,7 +94,7 @@ class Answers:
             ours = sealing.empty_report(record, error=error, **who)
         try:
             _, pin = await self._writes.create(key, ours, sealing.same_report)
-        except Conflict:  # an earlier daemon of this name has answered, and its answer stands
+        except CorruptError:  # an earlier daemon of this name has answered, and its answer stands
             found = await self._writes.read(self._writes.store.get, key)
             if found is None:
                 raise
@@ -107,11 +116,14 @@ class Answers:
             key = self._writes.keys.manifest(run, record.attempt, opened=record.epoch, sealed=epoch)
             if (record.attempt, epoch) in self._testing:
                 continue
-            found = await self._writes.hop(self._writes.store.get, key)
-            if found is not None:
+            manifest = None
+            with self._problems.passed(run):
+                found = await self._writes.hop(self._writes.store.get, key)
+                manifest = decode(found[1], Manifest, key) if found is not None else None
+            if found is not None and manifest is not None:
                 pin = pin_of(found[0], hashlib.sha256(found[1]).hexdigest())
                 self._testing.add((record.attempt, epoch))
-                self._nursery.start_soon(self._test_share, record, decode(found[1], Manifest, key), pin)
+                self._nursery.start_soon(self._test_share, record, manifest, pin)
 
     async def _test_share(self, record: SharedRecord, manifest: Manifest, pin: Pin) -> None:
         member, keys = self._settings.member, self._writes.keys
@@ -133,11 +145,21 @@ class Answers:
         for record in joined.shared(self._journal, run):
             if record.attempt in listed or seen.pointer.seq < record.seq:
                 continue
-            published = await left_the_list(self._writes, run, seen, record.attempt)
+            last = await departure(self._writes, run, seen, record.attempt)
+            published = last.published if last is not None else None
             reason = ""
-            if published is None:
-                key = self._writes.keys.abandoned(run, record.attempt)
-                found = await self._writes.hop(self._writes.store.get, key)
-                reason = decode(found[1], Abandoned, key).reason if found else "its owner has ended it"
+            if published is None or published.attempt != record.attempt:
+                published, reason = None, await self._why(record, last)
             await self._journal.write(partial(joined.ended, record, published, reason))
             await self._journal.write(lambda txn: forget_shards(txn, run))
+
+    async def _why(self, record: SharedRecord, last: Pointer | None) -> str:
+        """Return why an attempt ended that `last` took off the list."""
+        key = self._writes.keys.abandoned(record.run, record.attempt)
+        found = await self._writes.hop(self._writes.store.get, key)
+        if found is None:
+            return rules.ended_by(last)
+        try:
+            return decode(found[1], Abandoned, key).reason
+        except CorruptError as error:
+            return f"its owner has ended it; why cannot be read: {error}"

@@ -17,13 +17,14 @@ import trio
 from cachefs import clock
 from cachefs.errors import CorruptError, FencedError
 from cachefs.formats.codec import decode
-from cachefs.formats.manifest import MemberReport, Open, Wanted
+from cachefs.formats.manifest import MemberReport, Open, Order, Wanted
 from cachefs.formats.records import AttemptRecord, State
 from cachefs.journal import Journal, Txn
-from cachefs.publish import promotion, sealing
+from cachefs.publish import promotion, rules, sealing
 from cachefs.publish.joining import attempt_for
 from cachefs.publish.ownership import Ownership
-from cachefs.publish.settings import Settings
+from cachefs.publish.problems import Problems
+from cachefs.publish.settings import Confirm, Settings, sure
 from cachefs.publish.steps import update
 from cachefs.publish.wishes import OthersWishes
 from cachefs.publish.writes import Writes
@@ -44,24 +45,37 @@ class Collector:
         *,
         path: Callable[[str, str], str],
         changed: Callable[[], None],
+        problems: Problems,
+        confirm: Confirm = sure,
     ) -> None:
-        """`path` is where a run's generation lies in the mount. `changed` is called when there is a step to take."""
+        """`path` is where a run's generation lies in the mount. `changed` is called when there is a step to take,
+        `confirm` before an attempt is given up for what the store has answered.
+        """
         self._journal = journal
         self._writes = writes
         self._ownership = ownership
         self._settings = settings
         self._path = path
         self._changed = changed
+        self._problems = problems
+        self._confirm = confirm
         self._reports: dict[str, dict[str, MemberReport]] = {}
+        self._unreadable: dict[str, str] = {}
+        """By attempt: why a report cannot be read."""
         self._since: dict[str, float] = {}
-        self._wishes = OthersWishes(journal, writes)
+        self._off: dict[str, set[str]] = {}
+        """By run: the opened attempts that the pointer did not list at the last look."""
+        self._wishes = OthersWishes(journal, writes, problems)
 
     def fenced(self, run: str) -> bool:
         """Return whether this daemon has lost the run."""
         return bool(self._ownership.fenced_by(run))
 
     async def look(self, run: str, seen: Seen | None) -> None:
-        """Look at a run once and do what follows; `seen` is its pointer. Raises FencedError, and the store's errors."""
+        """Look at a run once and do what follows; `seen` is its pointer. Raises FencedError, and the store's errors.
+
+        What is damaged, or of another format, ends the attempt that it is about; the others go on.
+        """
         wishes = await self._wishes.due(run, seen) if self._settings.count > 1 else {}
         if wishes or (seen is not None and (self._unknown(seen) or self._over(seen))):
             await self._ownership.acquire(run)
@@ -69,6 +83,7 @@ class Collector:
             return
         if seen is not None:
             await self._take_over(run, seen)
+            await self._find_ended(run, seen)
         for wish in wishes.values():
             await self._open(wish)
         waiting = self._waiting(run)
@@ -76,7 +91,7 @@ class Collector:
         for attempt in reversed(waiting):
             await self._read_reports(attempt)
         for attempt in waiting:
-            await self._judge(attempt)
+            await self._judge(attempt, seen)
         if seen is not None:
             await self._end(run, seen)
 
@@ -91,11 +106,6 @@ class Collector:
         record = txn.attempts.get(attempt)
         return record is not None and not record.shared
 
-    def _ours(self, attempt: str) -> bool:
-        """Return whether this member has a save of that id: it was the owner once."""
-        with self._journal.read() as txn:
-            return txn.attempts.get(attempt) is not None
-
     async def take_over(self, run: str) -> None:
         """Make records of the attempts on the pointer's list that this daemon does not know; it holds the run."""
         seen = await self._writes.pointer(run)
@@ -104,12 +114,13 @@ class Collector:
 
     async def _take_over(self, run: str, seen: Seen) -> None:
         for attempt in self._unknown(seen):
-            if self._ours(attempt):
-                await self._journal.write(partial(_own_again, attempt))
+            if await self._journal.write(partial(_own_again, attempt)):
                 continue
-            opened = await self._opened(run, attempt)
+            opened: Open | None = None
+            with self._problems.passed(run):
+                opened = await self._opened(run, attempt)
             if opened is None:
-                raise CorruptError(f"attempt {attempt} of run {run!r} is on the pointer's list without open.json")
+                continue  # nobody can complete it
             _log.info("attempt taken over", run=run, generation=opened.generation, attempt=attempt)
             await self._insert(
                 AttemptRecord(
@@ -130,10 +141,12 @@ class Collector:
                 )
             )
 
-    async def _opened(self, run: str, attempt: str) -> Open | None:
+    async def _opened(self, run: str, attempt: str) -> Open:
         key = self._writes.keys.open(run, attempt)
         found = await self._writes.hop(self._writes.store.get, key)
-        return None if found is None else decode(found[1], Open, key)
+        if found is None:
+            raise CorruptError(f"attempt {attempt} of run {run!r} is on the pointer's list without open.json")
+        return decode(found[1], Open, key)
 
     async def _insert(self, record: AttemptRecord) -> None:
         await self._journal.write(lambda txn: _insert(txn, record))
@@ -184,29 +197,54 @@ class Collector:
         for key in listing.keys:
             member = keys.name_of(key)
             found = None if member in reports else await self._writes.hop(self._writes.store.get, key)
-            if found is not None:
+            if found is None:
+                continue
+            try:
                 reports[member] = decode(found[1], MemberReport, key)
+            except CorruptError as error:  # it is create-only: it will never be another
+                await self._confirm(error)
+                self._unreadable[attempt.attempt] = f"the report of member {member} cannot be read: {error}"
+            else:
                 self._wishes.granted(reports[member].save)
 
-    async def _judge(self, attempt: AttemptRecord) -> None:
+    async def _judge(self, attempt: AttemptRecord, seen: Seen | None) -> None:
         reports = self._reports[attempt.attempt]
         reason, waits = verdict(attempt, reports)
+        reason = self._unreadable.get(attempt.attempt) or reason
         if not reason and not waits:
             await self._complete(attempt, reports)
             return
-        if attempt.report is not None or attempt.foreign:
+        if not reason and attempt.foreign:
+            reason = overtaken(attempt, seen)
+        if self._is_reported(attempt, reports):
             since = self._since.setdefault(attempt.attempt, trio.current_time())
             if not reason and trio.current_time() - since >= self._settings.deadline:
                 reason = f"{waits} for {self._settings.deadline:g} s: a member is missing"
         if reason:
-            _log.error("generation abandoned", path=attempt.path, attempt=attempt.attempt, reason=reason)
-            changes = {"state": State.ABANDONED, "error": reason}
-        elif attempt.error == waits or (attempt.report is None and not attempt.foreign):
-            return
-        else:
-            changes = {"error": waits}
-        await self._journal.write(lambda txn: update(txn, attempt.attempt, **changes))
+            await self._abandon(attempt, reason)
+        elif attempt.error != waits and (attempt.report is not None or attempt.foreign):
+            await self._journal.write(lambda txn: update(txn, attempt.attempt, error=waits))
+            self._changed()
+
+    async def _abandon(self, attempt: AttemptRecord, reason: str) -> None:
+        _log.error("generation abandoned", path=attempt.path, attempt=attempt.attempt, reason=reason)
+        await self._journal.write(lambda txn: update(txn, attempt.attempt, state=State.ABANDONED, error=reason))
         self._changed()
+
+    def _is_reported(self, attempt: AttemptRecord, reports: dict[str, MemberReport]) -> bool:
+        """Return whether the members have had their say, so that those who are silent can be called missing.
+
+        An attempt in which this member has a part waits for its own report. Of any other nobody here knows when it is
+        written; it counts from the first report or the close on, or at once when its members are not ours: it was left
+        by a job on other nodes.
+        """
+        if not attempt.foreign:
+            return attempt.report is not None
+        with self._journal.read() as txn:
+            shared = txn.shared.get(attempt.attempt)
+        closed = shared is not None and (shared.close is not None or shared.refused != "")
+        ours = not self._settings.names or set(attempt.members) <= set(self._settings.names)
+        return bool(reports) or closed or not ours
 
     async def _complete(self, attempt: AttemptRecord, reports: dict[str, MemberReport]) -> None:
         if not attempt.foreign and attempt.report is None:
@@ -224,6 +262,24 @@ class Collector:
 
     # the end
 
+    async def _find_ended(self, run: str, seen: Seen) -> None:
+        """Abandon the attempts that somebody else has taken off the list, as a rollback does.
+
+        Those that were off it at the look before as well: at one alone, the pointer may be older than their opening.
+        """
+        listed = {entry.attempt for entry in seen.pointer.open}
+        with self._journal.read() as txn:
+            found = [one for one in txn.attempts.scan() if one.run == run and not one.shared and not one.state.final]
+        off = [one for one in found if one.opened_epoch is not None and one.attempt not in listed]
+        before, self._off[run] = self._off.get(run, set()), {one.attempt for one in off}
+        for attempt in off:
+            if attempt.attempt not in before:
+                continue
+            last = await promotion.departure(self._writes, run, seen, attempt.attempt, attempt.opened_epoch or 0)
+            published = last.published.attempt if last is not None and last.published is not None else ""
+            if last is not None and published != attempt.attempt:  # else the publisher finds it published
+                await self._abandon(attempt, rules.ended_by(last))
+
     def _over(self, seen: Seen) -> list[AttemptRecord]:
         """Return the attempts on the list that this daemon has abandoned, perhaps an earlier process of it."""
         with self._journal.read() as txn:
@@ -239,13 +295,15 @@ class Collector:
         who = self._ownership.identity
         for attempt in over:
             ours = sealing.ended(attempt, epoch=epoch, owner=who.owner, at=who.at())
-            await self._writes.create(self._writes.keys.abandoned(run, attempt.attempt), ours, sealing.same_end)
+            with self._problems.passed(run):  # who reads it says that its reason cannot be read
+                await self._writes.create(self._writes.keys.abandoned(run, attempt.attempt), ours, sealing.same_end)
         try:
             await promotion.end(self._writes, run, {one.attempt for one in over}, who, epoch=epoch)
         except FencedError:
             await self._ownership.check(run)
         for attempt in over:
             self._reports.pop(attempt.attempt, None)
+            self._unreadable.pop(attempt.attempt, None)
             self._since.pop(attempt.attempt, None)
 
 
@@ -272,9 +330,28 @@ def verdict(attempt: AttemptRecord, reports: dict[str, MemberReport]) -> tuple[s
     return "", waits
 
 
-def _own_again(attempt: str, txn: Txn) -> None:
-    txn.shared.delete(attempt)
-    update(txn, attempt, shared="")
+def overtaken(attempt: AttemptRecord, seen: Seen | None) -> str:
+    """Return why an attempt whose reports are not there will never be promoted, "" when it may be; pure.
+
+    `seen` is the run's pointer. Without this the attempts of jobs that are gone would stay on the list for ever.
+    """
+    published = seen.pointer.published if seen is not None else None
+    if published is None or attempt.opened_epoch is None or attempt.ordinal is None:
+        return ""
+    if Order(step=attempt.step, epoch=attempt.opened_epoch, ordinal=attempt.ordinal) > published.order:
+        return ""
+    return f"superseded: {published.generation} was published before all members of this one had reported"
+
+
+def _own_again(attempt: str, txn: Txn) -> bool:
+    """Return whether there is a record of an attempt; one of a save that this member opened as an earlier owner, and
+    joined when it was none, is driven again. The publisher and a look may take over at once: the second finds it done.
+    """
+    record = txn.attempts.get(attempt)
+    if record is not None and record.shared:
+        txn.shared.delete(attempt)
+        update(txn, attempt, shared="")
+    return record is not None
 
 
 def _insert(txn: Txn, record: AttemptRecord) -> None:

@@ -19,11 +19,13 @@ import trio
 from cachefs.errors import CorruptError, UnavailableError
 from cachefs.formats.codec import decode
 from cachefs.formats.manifest import Close, Open
+from cachefs.formats.pointer import OpenAttempt
 from cachefs.formats.records import AttemptRecord, RunRecord, SharedRecord
 from cachefs.journal import Journal
 from cachefs.publish import joined, joining, sealing
 from cachefs.publish.answering import Answers
 from cachefs.publish.joining import Absent, Decision, Join, Refuse
+from cachefs.publish.problems import Problems
 from cachefs.publish.promotion import Listed
 from cachefs.publish.settings import Confirm, Settings, sure
 from cachefs.publish.wishes import OwnWishes
@@ -62,6 +64,7 @@ class Member:
         *,
         started: int,
         close: Callable[[CloseAsked], None],
+        problems: Problems,
         joined: Callable[[], None] = lambda: None,
         confirm: Confirm = sure,
     ) -> None:
@@ -75,7 +78,9 @@ class Member:
         self._started = started
         self._close = close
         self._joined = joined
-        self._answers = Answers(journal, writes, settings, nursery, confirm)
+        self._problems = problems
+        self._confirm = confirm
+        self._answers = Answers(journal, writes, settings, nursery, confirm, problems)
         self._listed = Listed(writes)
         self._closes: dict[str, Close] = {}
         """Close records of attempts that this daemon opened."""
@@ -92,30 +97,40 @@ class Member:
         seq = seen.pointer.seq if seen is not None else 0
         if seq < record.seq:
             raise UnavailableError(f"the pointer of run {run!r} reads older than it was: seq {seq} after {record.seq}")
+        complete = True
         if seen is not None:
-            await self._learn(run, seen, late=not record.looked and not new)
+            complete = await self._learn(run, seen, late=not record.looked and not new)
             await self._hear(run)
             await self._decide(run)
             await self._answers.answer(run, self._absent_since)
             await self._answers.test(run, seen)
             await self._answers.conclude(run, seen)
         await self._want(run)
-        if not record.looked or seq != record.seq:
+        if complete and (not record.looked or seq != record.seq):
             await self._journal.write(partial(joined.looked, run, seq))
         return seen
 
     # what there is
 
-    async def _learn(self, run: str, seen: Seen, *, late: bool) -> None:
-        """Take up attempts that are new on the list."""
+    async def _learn(self, run: str, seen: Seen, *, late: bool) -> bool:
+        """Take up attempts that are new on the list; return whether all of them were found."""
+        complete = True
         with self._journal.read() as txn:
             known = {record.attempt for record in txn.shared.scan()}
             ours = {save.attempt for save in txn.attempts.scan() if not save.foreign}
         for entry in seen.pointer.open:
             if entry.attempt in known or (entry.attempt in ours and self._settings.owner):
                 continue
-            if not await self._take_up(run, entry.attempt, seen, late=late):
-                raise CorruptError(f"attempt {entry.attempt} of run {run!r} is on the pointer's list without open.json")
+            try:
+                there = await self._take_up(run, entry.attempt, seen, late=late)
+            except CorruptError as error:  # it is create-only: it will never be another
+                await self._take_no_part(run, entry, seen, error)
+                continue
+            if not there:  # deleted, or not yet where a lagging replica is read: it may come
+                missing = f"attempt {entry.attempt} of run {run!r} is on the pointer's list without open.json"
+                self._problems.note(run, CorruptError(missing))
+                complete = False
+                continue
             if entry.attempt in ours:  # opened by this member when it was the owner
                 await self._journal.write(partial(joined.join, Join(entry.attempt, entry.attempt)))
         for save in joined.saves(self._journal, run):  # granted, and ended before this member looked again
@@ -124,6 +139,7 @@ class Member:
             if lonely and granted in await self._listed.ever(run, seen):
                 await self._take_up(run, granted, seen, late=False)
         await self._take_back(run, seen)
+        return complete
 
     async def _take_up(self, run: str, attempt: str, seen: Seen, *, late: bool) -> bool:
         """Make a record of an attempt; return whether there is one."""
@@ -138,6 +154,24 @@ class Member:
         record = _shared(opened, seen, epoch=opened.epoch, ordinal=opened.ordinal)
         await self._put(msgspec.structs.replace(record, late=late, waiting=tuple(waiting)))
         return True
+
+    async def _take_no_part(self, run: str, entry: OpenAttempt, seen: Seen, error: CorruptError) -> None:
+        """Make a record of an attempt whose open record cannot be read: this member reports that, and no more."""
+        await self._confirm(error)
+        record = SharedRecord(
+            attempt=entry.attempt,
+            run=run,
+            generation=entry.generation,
+            kind="directory",
+            step=0,
+            epoch=seen.pointer.epoch,
+            ordinal=0,
+            members=self._settings.names,
+            count=self._settings.count,
+            seq=seen.pointer.seq,
+            refused=str(error),
+        )
+        await self._put(record)
 
     async def _take_back(self, run: str, seen: Seen) -> None:
         """Take up attempts that this member opened when it was the owner, and that another owner has ended since.
@@ -175,13 +209,22 @@ class Member:
         saves = {save.attempt: save for save in joined.saves(self._journal, run)}
         for record in joined.shared(self._journal, run):
             save = saves.get(record.local)
-            close = record.close or await self._closed(run, record.attempt, save)
+            if record.refused:
+                continue
+            try:
+                close = record.close or await self._closed(run, record.attempt, save)
+            except CorruptError as error:  # create-only as well; without it, nobody can tell what was closed
+                await self._confirm(error)
+                await self._put(msgspec.structs.replace(record, refused=str(error)))
+                continue
             if record.close is None and close is not None:
                 await self._put(msgspec.structs.replace(record, close=close))
             self._ask(record.attempt, save, close)
         for save in saves.values():
             if save.count > 1 and not save.shared and save.opened_epoch is not None and not save.state.final:
-                close = self._closes.get(save.attempt) or await self._closed(run, save.attempt, save)
+                close = self._closes.get(save.attempt)
+                with self._problems.passed(run):  # at the report the attempt ends
+                    close = close or await self._closed(run, save.attempt, save)
                 if close is not None:
                     self._closes[save.attempt] = close
                 self._ask(save.attempt, save, close)

@@ -16,11 +16,12 @@ import structlog
 import trio
 
 from cachefs import clock
-from cachefs.errors import CachefsError, FencedError
+from cachefs.errors import FencedError
 from cachefs.formats.pointer import Pointer
 from cachefs.formats.records import RunRecord
 from cachefs.journal import Journal, Txn
 from cachefs.publish import rules
+from cachefs.publish.problems import Problems
 from cachefs.publish.promotion import Identity, take_epoch
 from cachefs.publish.writes import Writes
 from cachefs.restore.reader import Seen, read_pointer
@@ -55,10 +56,20 @@ class _Guarded(Writes):
 
 class Ownership:
     """The runs this process owns. `poll` is in seconds; `incarnation` is the id of the daemon, the same in every
-    process that it starts to publish (default: a new one). `owner` is `<member>/<incarnation>/<process id>`.
+    process that it starts to publish (default: a new one). `owner` is `<member>/<incarnation>/<process id>`. What keeps
+    the pointers from being watched is shown in `problems`, which nothing else may write.
     """
 
-    def __init__(self, journal: Journal, writes: Writes, member: str, *, poll: float, incarnation: str = "") -> None:
+    def __init__(
+        self,
+        journal: Journal,
+        writes: Writes,
+        member: str,
+        *,
+        poll: float,
+        incarnation: str = "",
+        problems: Problems | None = None,
+    ) -> None:
         self.incarnation = incarnation or clock.new_id()
         self._ours = f"{member}/{self.incarnation}/"
         self.identity = Identity(self._ours + clock.new_id())
@@ -67,8 +78,7 @@ class Ownership:
         self._poll = poll
         self._epochs: dict[str, int] = {}
         self._locks: dict[str, trio.Lock] = {}
-        self.problems: dict[str, str] = {}
-        """By run: why its pointer could not be looked at last time."""
+        self._problems = problems or Problems()
 
     @property
     def owner(self) -> str:
@@ -146,17 +156,13 @@ class Ownership:
     async def watch(self) -> None:
         """Look at the pointers of all owned runs for ever, every `poll` seconds.
 
-        An error of one look is logged and kept in `problems` until a look succeeds; promotion does not depend on it.
+        An error of one look is a problem of the run until a look succeeds; promotion does not depend on it.
         """
         while True:
             await trio.sleep(clock.jitter(self._poll))
             for run in self.owned():
-                try:
+                with self._problems.look(run):
                     await self.check(run)
-                    self.problems.pop(run, None)
-                except CachefsError as error:
-                    self.problems[run] = str(error)
-                    _log.warning("cannot check the pointer", run=run, error=str(error))
 
 
 def _granted(txn: Txn, run: str, epoch: int, owner: str, incarnation: str) -> None:

@@ -12,7 +12,7 @@ import msgspec
 
 from cachefs import clock
 from cachefs.errors import ConditionFailed, UnavailableError
-from cachefs.formats.pointer import OpenAttempt, Published
+from cachefs.formats.pointer import OpenAttempt, Pointer, Published
 from cachefs.formats.records import RunRecord
 from cachefs.publish import rules
 from cachefs.publish.rules import Already, Cas, NotOpen, Refused
@@ -156,15 +156,17 @@ class Listed:
         return found
 
 
-async def left_the_list(writes: Writes, run: str, seen: Seen, attempt: str) -> Published | None:
-    """Return how an attempt that is not on the list of `seen` was published, or None when it was ended otherwise.
-
-    Reads the pointer's versions back to the last one that lists it.
+async def departure(writes: Writes, run: str, seen: Seen, attempt: str, epoch: int = 0) -> Pointer | None:
+    """Return the version up to `seen` that names an attempt as published, or else the one that took it off the list.
+    None when the attempt is listed, or never was since `epoch`, as far back as the store keeps versions.
     """
     at: Seen | None = seen
-    while at is not None and all(entry.attempt != attempt for entry in at.pointer.open):
-        published = at.pointer.published
-        if published is not None and published.attempt == attempt:
-            return published
+    after: Pointer | None = None
+    while at is not None and at.pointer.epoch >= epoch:
+        if at.pointer.published is not None and at.pointer.published.attempt == attempt:
+            return at.pointer
+        if any(entry.attempt == attempt for entry in at.pointer.open):
+            return after
+        after = at.pointer
         at = await writes.before(run, at)
     return None

@@ -206,10 +206,14 @@ class Publisher:
         return self._attempts(lambda attempt: attempt.run == run and not attempt.state.final)
 
     def _undecided(self, run: str) -> set[str]:
-        """Return the generations with an attempt of other members to which a save of this one may belong."""
+        """Return the generations with an attempt of other members to which a save of this one may belong. To one that
+        declares others as its members none can, and this one never answers it.
+        """
         with self._journal.read() as txn:
             seen = {record.attempt: record for record in txn.shared.scan() if record.run == run}
-        foreign = [attempt for attempt in self._unfinished(run) if attempt.foreign]
+        member = self._settings.member
+        unfinished = self._unfinished(run)
+        foreign = [one for one in unfinished if one.foreign and (not one.members or member in one.members)]
         open_yet = [one for one in foreign if one.attempt not in seen or _is_undecided(seen[one.attempt])]
         return {attempt.generation for attempt in open_yet}
 

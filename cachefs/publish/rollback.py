@@ -2,8 +2,8 @@
 
 The caller holds a lease on the target and has validated it since (restore/leases.py), so that garbage collection
 cannot have taken it from under the pointer. Attempts that are open are ended by the same swap: one that finished later
-would undo the rollback. Their owner finds out when it promotes them and abandons them; what it announces afterwards is
-published as ever, since the order of promotion looks at what is published now.
+would undo the rollback. Their members find out at their next looks, or at the promotion; what is announced afterwards
+is published as ever, since the order of promotion looks at what is published now.
 """
 
 from __future__ import annotations

@@ -148,6 +148,13 @@ def retire(
     return None if new == old.retired else _next(current, "retire", nonce, at, retired=new)
 
 
+def ended_by(last: Pointer | None) -> str:
+    """Return why an attempt is not open any more that `last` has taken off the list; None: it is not known which."""
+    if last is not None and last.kind == "rollback" and last.published is not None:
+        return f"it was ended by the rollback to {last.published.generation} of {last.at}"
+    return "its owner has ended it"
+
+
 def holds(pointer: Pointer, owner: str, epoch: int) -> bool:
     """Return whether the pointer gives the run to this owner in this epoch."""
     return pointer.epoch == epoch and pointer.owner == owner
@@ -262,7 +269,8 @@ def next_attempt(
     Open records first, in serial order, so that ordinals follow the order of the saves. Then the oldest attempt: a
     closed one that is still being flushed holds back those after it, because publishing them first would refuse it for
     its older step; one that is still being written does not, nor one that waits for other members: they send in the
-    same order. A save of an `undecided` generation is not opened: it may belong to an attempt that is open already.
+    same order, nor one that has no place in the order yet. A save of an `undecided` generation is not opened: it may
+    belong to an attempt that is open already.
     """
     ordered = sorted(attempts, key=lambda attempt: attempt.serial)
     steps = [(attempt, next_step(attempt, epoch, publish=publish)) for attempt in ordered if not attempt.state.final]
@@ -272,7 +280,7 @@ def next_attempt(
     for attempt, step in steps:
         if step not in (Step.WAIT, Step.OPEN):
             return attempt, step
-        if attempt.closed_at is not None and attempt.state.rank < State.FLUSHED.rank:
+        if step is Step.WAIT and attempt.closed_at is not None and attempt.state.rank < State.FLUSHED.rank:
             return None
     return None
 

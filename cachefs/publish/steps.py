@@ -116,7 +116,8 @@ class Steps:
             published = await promotion.published_since(writes, run, seen, attempt.attempt, attempt.sealed_epoch)
             if published is not None:
                 return await self._published(writes, attempt, published)
-        opened, closed, reports = await self._collect(writes, attempt)
+        with _condemns("records"):
+            opened, closed, reports = await self._collect(writes, attempt)
         with self._journal.read() as txn:
             shards = txn.shards_of(attempt.attempt)
         with _condemns("manifest"):

@@ -14,6 +14,7 @@ from cachefs.formats.records import AttemptRecord
 from cachefs.journal import Journal
 from cachefs.publish import joined
 from cachefs.publish.joining import attempt_for
+from cachefs.publish.problems import Problems
 from cachefs.publish.promotion import Listed
 from cachefs.publish.writes import Writes
 from cachefs.restore.reader import Seen
@@ -59,9 +60,10 @@ class OwnWishes:
 class OthersWishes:
     """What other members wish for, on the daemon that is the owner."""
 
-    def __init__(self, journal: Journal, writes: Writes) -> None:
+    def __init__(self, journal: Journal, writes: Writes, problems: Problems) -> None:
         self._journal = journal
         self._writes = writes
+        self._problems = problems
         self._listed = Listed(writes)
         self._wishes: dict[str, Wanted] = {}
         self._served: set[str] = set()
@@ -73,7 +75,7 @@ class OthersWishes:
 
     async def due(self, run: str, seen: Seen | None) -> dict[str, Wanted]:
         """Return one wish for each generation of which nothing is open, unless it was granted before; `seen` is the
-        run's pointer. Raises the store's errors, CorruptError for a wish under another one's key.
+        run's pointer. A wish that cannot be read is a problem of the run. Raises the store's errors.
         """
         keys = self._writes.keys
         listing = await self._writes.hop(self._writes.store.list, keys.wanted(run))
@@ -84,7 +86,9 @@ class OthersWishes:
             busy = {one.generation for one in txn.attempts.scan() if one.run == run and not one.state.final}
         due: dict[str, Wanted] = {}
         for key in waiting:
-            wish = self._wishes.get(key) or await self._read(run, key)
+            wish = None
+            with self._problems.passed(run):
+                wish = self._wishes.get(key) or await self._read(run, key)
             if wish is None or wish.generation in busy or wish.generation in due:
                 continue
             granted = attempt_for(wish.attempt)
@@ -105,8 +109,9 @@ class OthersWishes:
             if generation == wish.generation:
                 key = self._writes.keys.member(wish.run, attempt, wish.member)
                 found = await self._writes.hop(self._writes.store.get, key)
-                if found is not None and decode(found[1], MemberReport, key).save == wish.attempt:
-                    return True
+                with self._problems.passed(wish.run):
+                    if found is not None and decode(found[1], MemberReport, key).save == wish.attempt:
+                        return True
         return False
 
     async def _read(self, run: str, key: str) -> Wanted | None:

@@ -18,7 +18,7 @@ import msgspec
 import trio
 
 from cachefs import clock
-from cachefs.errors import CachefsError, ConditionFailed, CorruptError
+from cachefs.errors import CachefsError, ConditionFailed, CorruptError, DeniedError
 from cachefs.formats.lease import Lease
 from cachefs.publish import rules
 from cachefs.publish.rules import Cas
@@ -27,11 +27,15 @@ from cachefs.restore import leases
 from cachefs.restore.pool import run_all
 from cachefs.restore.reader import Seen
 from cachefs.retention.plan import Plan, Policy, Version, decide
-from cachefs.retention.view import known, look, needed
+from cachefs.retention.view import Memory, known, look, needed
 from cachefs.store.base import UploadInfo, VersionInfo
 
 BATCH = 100
 """Deletes between two reports of progress."""
+RETIRED = 256
+"""Attempts retired by one swap, so that the pointer stays small however much garbage there is; then they are deleted,
+and the next ones follow.
+"""
 TRIES = 6
 """Retries of one request before a pass gives up; the next pass goes on where it stopped."""
 
@@ -95,6 +99,7 @@ class Collector:
         self._progress = progress
         self._new_id = new_id
         self._at = at
+        self._memory = Memory()
         self._deleted = self._freed = self._aborted = 0
 
     async def preview(self, run: str) -> Plan:
@@ -109,8 +114,9 @@ class Collector:
         """Make one pass over a run.
 
         Nothing was deleted when it raises because something could not be read: the store's errors, CorruptError for
-        what is damaged, hidden or of a newer version, NotFoundError for a run that is not there. A pass that ends with
-        an error later has lost nothing either; the next one goes on.
+        what is damaged, hidden or of a newer version, NotFoundError for a run that is not there. Nothing was retired
+        either when it raises DeniedError because these credentials may not delete. A pass that ends with an error later
+        has lost nothing either; the next one goes on.
         """
         self._deleted = self._freed = self._aborted = 0
         await known(self._writes, run)  # or the next line would write into a run that is not there
@@ -120,19 +126,30 @@ class Collector:
         except CachefsError:
             await self._drop(told)
             raise
+        finally:
+            self._memory.trim()
         await self._drop(told)
         return done
 
     async def _pass(self, run: str, told: _Clock) -> Collected:
         plan, retired, new = await self._retire(run, told)
+        collected = list(new)
+        waiting = await self._clear(run, told, retired, plan)
+        while len(new) == RETIRED:
+            rest, retired, new = await self._retire(run, told)
+            collected += new
+            waiting = await self._clear(run, told, retired, rest)
+        await self._tidy(run, told)
+        return Collected(plan, tuple(collected), self._deleted, self._freed, self._aborted, waiting)
+
+    async def _clear(self, run: str, told: _Clock, retired: Sequence[str], plan: Plan) -> tuple[str, ...]:
+        """Delete what is left of the retired attempts that nobody reads; return the others."""
         held = await self._leased(run, told.now, await self._standing(run))  # after the swap (I14)
         emptied = [
             attempt for attempt in retired if attempt not in held and await self._sweep(run, attempt, plan.named)
         ]
         await self._forget(run, emptied)
-        await self._tidy(run, told)
-        waiting = tuple(attempt for attempt in retired if attempt in held)
-        return Collected(plan, new, self._deleted, self._freed, self._aborted, waiting)
+        return tuple(attempt for attempt in retired if attempt in held)
 
     # looking
 
@@ -164,19 +181,21 @@ class Collector:
 
     async def _plan(self, run: str, told: _Clock) -> tuple[Seen, Plan]:
         leased = await self._leased(run, told.now, told.standing)
-        view = await look(self._writes, run, leased=leased, now=told.now)
+        view = await look(self._writes, run, leased=leased, now=told.now, memory=self._memory)
         return view.seen, decide(view, self._policy)
 
     # acting
 
     async def _retire(self, run: str, told: _Clock) -> tuple[Plan, tuple[str, ...], tuple[str, ...]]:
-        """Retire what the plan says; return the plan, all attempts that are retired now, and the new ones among
-        them.
+        """Retire what the plan says, at most RETIRED attempts; return the plan, all attempts that are retired now, and
+        the new ones among them.
         """
         retries = 0
         while True:
             seen, plan = await self._plan(run, told)
-            new = tuple(one.attempt for one in plan.retire)
+            new = tuple(one.attempt for one in plan.retire)[:RETIRED]
+            if new:
+                await self._check_right(run, told)
             ours = rules.retire(seen, new, nonce=self._new_id(), at=self._at())
             if ours is None:
                 return plan, seen.pointer.retired, ()
@@ -184,6 +203,20 @@ class Collector:
                 return plan, ours.retired, new
             await self._writes.pause(ConditionFailed(f"the pointer of run {run!r} moved under the plan"), retries)
             retries += 1
+
+    async def _check_right(self, run: str, told: _Clock) -> None:
+        """Delete what does not exist, with the id of a version that does. Raises DeniedError when that is refused: what
+        was retired by somebody who may not delete would stay as it is, and nobody could use it.
+        """
+        key = self._writes.keys.open(run, self._new_id())
+        version = next(one.version_id for one in told.standing if one.key == told.key)
+        try:
+            await self._writes.read(self._writes.store.delete_version, key, version)
+        except DeniedError as error:
+            raise DeniedError(
+                f"may not delete versions below {self._writes.keys.attempts(run)}, so nothing was retired: {error}",
+                hint="a daemon with gc = true needs the bucket policy and the role of cachefs policy --owner-collects",
+            ) from error
 
     async def _sweep(self, run: str, attempt: str, named: Collection[Version]) -> bool:
         """Delete what is left of a retired attempt, but for what a manifest that stays names; return whether nothing

@@ -9,9 +9,9 @@ import structlog
 import trio
 
 from cachefs import clock
-from cachefs.errors import CachefsError
+from cachefs.publish.problems import Problems
 from cachefs.publish.writes import Writes
-from cachefs.retention.executor import Collector, patience
+from cachefs.retention.executor import Collected, Collector, patience
 from cachefs.retention.plan import Policy
 
 _log = structlog.get_logger(__name__)
@@ -35,15 +35,19 @@ class Keeper:
         policy: Policy,
         owned: Callable[[], Collection[str]],
         counts: Counts,
+        problems: Problems,
         *,
         interval: float,
         holder: str,
     ) -> None:
-        """`holder` names this program in the object by which it asks for the store's time."""
+        """`holder` names this program in the object by which it asks for the store's time. What keeps a pass over a run
+        from its end is shown in `problems`, which nothing else may write, until the next one.
+        """
         patient = Writes(writes.store, writes.keys, writes.hop, patience)
         self._collector = Collector(patient, policy, holder=holder, progress=self._count)
         self._owned = owned
         self._interval = interval
+        self._problems = problems
         self.counts = counts
 
     def _count(self, objects: int, size: int) -> None:
@@ -51,7 +55,7 @@ class Keeper:
         self.counts.freed_bytes += size
 
     async def run(self) -> None:
-        """Make passes for ever. An error ends one pass over one run, is logged and counted; the next one tries again.
+        """Make passes for ever. An error ends one pass over one run, is shown and counted; the next one tries again.
 
         May be cancelled or killed at any point.
         """
@@ -62,11 +66,11 @@ class Keeper:
 
     async def one(self, run: str) -> None:
         """Make one pass over a run."""
-        try:
+        done: Collected | None = None
+        with self._problems.look(run):
             done = await self._collector.collect(run)
-        except CachefsError as error:
+        if done is None:
             self.counts.failures += 1
-            _log.warning("garbage collection failed", run=run, error=str(error), hint=error.hint)
             return
         self.counts.passes += 1
         if done.retired or done.deleted:

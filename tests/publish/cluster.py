@@ -17,6 +17,7 @@ from cachefs.publish.collecting import Collector
 from cachefs.publish.looking import Looking
 from cachefs.publish.members import CloseAsked
 from cachefs.publish.members import Member as Looker
+from cachefs.publish.problems import Problems
 from cachefs.publish.publisher import Publisher
 from cachefs.publish.sealing import Completeness, no_checks
 from cachefs.publish.settings import Settings
@@ -48,6 +49,7 @@ class Node(Member):
     hop: Hop = Inline()
     scope: trio.CancelScope | None = None
     dead: trio.Event
+    problems: Problems
     started: int | None = None
     """The serial of the newest save when the daemon started; None for now."""
     deaf = False
@@ -91,6 +93,7 @@ class Node(Member):
         """Be a daemon until killed: what engine.py starts."""
         self.started = self.newest()
         self.dead = trio.Event()
+        self.problems = Problems()
         with trio.CancelScope() as self.scope:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._flush)
@@ -102,8 +105,9 @@ class Node(Member):
                     nursery,
                     started=self.started,
                     close=self.asked,
+                    problems=self.problems,
                 )
-                looking = Looking(self.journal, self._writes(), self.settings, looker, collector)
+                looking = Looking(self.journal, self._writes(), self.settings, looker, collector, self.problems)
                 await nursery.start(looking.run)
                 task_status.started()
                 while True:
@@ -120,7 +124,7 @@ class Node(Member):
         return meta.serial if meta else 0
 
     def _writes(self) -> Writes:
-        return Writes(self.store, self.keys, self.hop)
+        return Writes(self.store, self.keys, self.hop, self.problems.pause)
 
     async def _own(self, nursery: trio.Nursery, completeness: Completeness) -> Collector:
         ownership = self.ownership()
@@ -136,6 +140,7 @@ class Node(Member):
             self.settings,
             path=lambda run, generation: f"{run}/{generation}",
             changed=wake,
+            problems=self.problems,
         )
         publisher = Publisher(
             self.journal,

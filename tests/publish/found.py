@@ -241,4 +241,9 @@ FOUND: dict[str, Scenario] = {
         promoter=False,
         seed=0,
     ),
+    "the publisher and a look took an attempt over at once: its member forgot which save was joined to it": Scenario(
+        saves=tuple(Save(f"step-{number}", number, (0, 1, 2), number % 3, 1.0) for number in range(1, 5)),
+        events=(Event(9.0, "cut", 0, 6.0), Event(9.5, "owner", 1)),
+        seed=1,
+    ),
 }

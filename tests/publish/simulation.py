@@ -397,6 +397,7 @@ class World:
         final = Save("final", 10**6, tuple(range(len(self.members))), 0)
         truth = await make(self, final)
         await self._settled(lambda: self._final(truth.generation), "the last save is published")
+        await self._settled(lambda: not self._left(), "what nobody has closed is superseded")
 
     async def _operate(self) -> None:
         """Start owners again that are not to own the run, or have lost it, as the operator must."""
@@ -414,8 +415,15 @@ class World:
             f"{node.name}: {record.generation} is {record.state.value}, {record.error or 'no error'}"
             for node in self.nodes.values()
             for record in records(node)
-            if not record.state.final and (record.closed_at is not None or record.foreign)
+            if not record.state.final and (record.closed_at is not None or self._is_closed(record))
         ]
+
+    def _is_closed(self, attempt: AttemptRecord) -> bool:
+        """Return whether somebody has closed an attempt in which a node has no part."""
+        return attempt.foreign and self.judge.store.get(Keys().close(RUN, attempt.attempt)) is not None
+
+    def _left(self) -> bool:
+        return any(one.foreign and not one.state.final for node in self.nodes.values() for one in records(node))
 
     def _final(self, generation: str) -> bool:
         found = [one for name in self.members for one in records(self.nodes[name]) if one.generation == generation]

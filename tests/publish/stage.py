@@ -149,9 +149,9 @@ class Member:
 
     # the publisher
 
-    def ownership(self, *, journal: Any = None, poll: float = 15.0, incarnation: str = "") -> Ownership:
+    def ownership(self, *, journal: Any = None, poll: float = 15.0, **given: Any) -> Ownership:
         writes = Writes(self.store, self.keys, Inline())
-        return Ownership(journal or self.journal, writes, self.name, poll=poll, incarnation=incarnation)
+        return Ownership(journal or self.journal, writes, self.name, poll=poll, **given)
 
     def publisher(
         self,

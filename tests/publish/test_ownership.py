@@ -15,6 +15,7 @@ from cachefs.formats.keys import Keys
 from cachefs.formats.records import RunRecord, State
 from cachefs.publish import rules as pointer_rules
 from cachefs.publish.ownership import Ownership, lift_fences
+from cachefs.publish.problems import Problems
 from cachefs.publish.rules import effective_state
 from cachefs.restore.reader import read_pointer
 from cachefs.store.base import Condition
@@ -249,20 +250,21 @@ async def test_a_fence_of_another_daemon_is_lifted(members: Members) -> None:
 async def test_a_failing_look_is_shown_and_fences_nothing(
     members: Members, declared_warnings: DeclaredWarnings
 ) -> None:
-    declared_warnings("cannot check the pointer")
+    declared_warnings("a run does not move")
     store = FaultyStore(memory())
     member = members(store)
-    ownership = member.ownership(poll=10)
+    problems = Problems()
+    ownership = member.ownership(poll=10, problems=problems)
     await ownership.acquire(RUN)
     store.plan = rules(Rule("get", throttled, key=ends("pointer.json"), nth=0))
     with trio.move_on_after(25):
         await ownership.watch()
-    assert "SlowDown" in ownership.problems[RUN]
+    assert [(one.run, "SlowDown" in one.error) for one in problems.all()] == [(RUN, True)]
     assert run_record(member).fenced_by == ""
     store.plan = rules()
     with trio.move_on_after(25):
         await ownership.watch()
-    assert ownership.problems == {}
+    assert problems.all() == ()
 
 
 async def test_a_stale_owner_cannot_publish(members: Members, declared_warnings: DeclaredWarnings) -> None:

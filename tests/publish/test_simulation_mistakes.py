@@ -1,4 +1,8 @@
-"""The simulation notices mistakes: each test breaks one rule, and some of a few worlds must show it."""
+"""The simulation notices mistakes: each test breaks one rule, and some of a few worlds must show it.
+
+Not all: a body that comes back, or an unclear answer taken for success, needs an order of requests that worlds drawn at
+random do not hit. test_mutations.py shows with every schedule of two owners that these are noticed.
+"""
 
 from __future__ import annotations
 
@@ -11,22 +15,17 @@ import pytest
 
 from cachefs.publish import collecting, joining, rules, sealing, sharing, steps
 from cachefs.publish.joining import Join
-from cachefs.publish.rules import Cas
-from cachefs.publish.writes import Writes
 from cachefs.store import createonly
 from tests.publish.judge import Violation
-from tests.publish.network import Rates
 from tests.publish.simulation import Event, Scenario, simulate
 from tests.publish.test_simulation import both
 from tests.publish.training import Save
 
 Mistake = Callable[[pytest.MonkeyPatch], None]
-FAULTS = Rates(lost=0.2, unheard=0.2, held=0.2)
 STEPS = tuple(Save(f"step-{number}", number, (0, 1, 2), number % 3, 1.0) for number in range(1, 5))
 PLAIN = Scenario(STEPS)
-ROUGH = Scenario(STEPS, rates=FAULTS)
 AGAIN = Scenario((*both("last", gap=1.0), *both("last", gap=0.0)), members=2)
-OWNERS = Scenario(STEPS, (Event(11.0, "cut", 0, 6.0), Event(12.0, "owner", 1)))
+OWNERS = Scenario(STEPS, (Event(9.5, "cut", 0, 6.0), Event(10.5, "owner", 1)))
 
 
 def seals_without_all_members(patch: pytest.MonkeyPatch) -> None:
@@ -89,27 +88,6 @@ def promotes_what_it_lost(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(rules, "_check_holds", lambda pointer, owner, epoch: None)
 
 
-def repeats_bodies(patch: pytest.MonkeyPatch) -> None:
-    """I8: the nonce is always the same, so a body does not say whose write it was."""
-    real = rules._next
-
-    def following(current: Any, kind: Any, nonce: str, at: str, **changes: Any) -> Any:
-        return real(current, kind, "", "", **changes)
-
-    patch.setattr(rules, "_next", following)
-
-
-def takes_silence_for_success(patch: pytest.MonkeyPatch) -> None:
-    """I10."""
-    real = Writes._outcome
-
-    async def outcome(self: Writes, run: str, ours: Any) -> Any:
-        found, current = await real(self, run, ours)
-        return (Cas.LANDED if current is not None else found), current
-
-    patch.setattr(Writes, "_outcome", outcome)
-
-
 MISTAKES: list[tuple[Mistake, Scenario, str]] = [
     (seals_without_all_members, replace(PLAIN, named=False), "I16|was published with"),
     (joins_the_oldest, AGAIN, "mixture|was published with"),
@@ -119,8 +97,6 @@ MISTAKES: list[tuple[Mistake, Scenario, str]] = [
     (promotes_without_reading, PLAIN, "I5"),
     (writes_without_condition, PLAIN, "I2"),
     (promotes_what_it_lost, OWNERS, "I7"),
-    (repeats_bodies, ROUGH, "no pointer named it|I9|calls|not in"),
-    (takes_silence_for_success, ROUGH, "no pointer named it|I9|calls|not in"),
 ]
 
 
@@ -135,5 +111,5 @@ def test_the_simulation_notices(
 
 
 def _search(scenario: Scenario) -> None:
-    for seed in range(25):
+    for seed in range(40):
         simulate(replace(scenario, seed=seed))

@@ -12,6 +12,8 @@ from cachefs.publish import rules
 from cachefs.publish.rules import Refused
 from cachefs.publish.writes import Writes
 from cachefs.restore.leases import LEASE_LIFE
+from cachefs.restore.reader import versions
+from cachefs.retention import executor
 from cachefs.retention.executor import Collector
 from tests.publish.schedules import ParkingHop, Process
 from tests.retention.world import DAY, HOUR, LEAST, World, memory
@@ -49,7 +51,7 @@ async def test_a_promotion_after_the_swap_is_refused(world: World) -> None:
     published = world.seal(3, attempt)
     world.swap(rules.end(world.seen, [attempt], **world.who()))
     world.wait(DAY)
-    world.store.crash_after = world.store.effects + 2  # the clock, then the swap
+    world.store.crash_after = world.store.effects + 3  # the clock, the question whether it may delete, the swap
     with pytest.raises(Crash):
         await world.collect()
     assert world.pointer.retired == (attempt,)
@@ -125,7 +127,7 @@ async def test_an_object_that_lands_during_the_sweep_leaves_the_attempt_retired(
         world.shard(first, "late", b"late")
         return request()
 
-    await world.collect(plan=faults(Rule("delete_version", late)))
+    await world.collect(plan=faults(Rule("delete_version", late, nth=2)))
     assert world.pointer.retired == (first,)
     await world.collect()
     assert first not in world.attempts()
@@ -178,17 +180,66 @@ async def test_a_delete_that_is_refused_ends_the_pass_and_the_next_one_goes_on(w
     old = world.saves(1, 2, 3, 4)
     world.wait(DAY)
     with pytest.raises(DeniedError):
-        await world.collect(plan=faults(Rule("delete_version", denied, nth=3)))
+        await world.collect(plan=faults(Rule("delete_version", denied, nth=4)))
     assert set(world.pointer.retired) == set(old[:2])
     assert (await world.collect()).deleted == 6
     assert world.attempts() == set(old[2:])
     assert world.pointer.retired == ()
 
 
+async def test_who_may_not_delete_retires_nothing(world: World) -> None:
+    """A daemon with the role of an owner, say: what it retires could be used by nobody, and would stay for ever."""
+    old = world.saves(1, 2, 3, 4)
+    world.wait(DAY)
+    with pytest.raises(DeniedError, match="so nothing was retired"):
+        await world.collect(plan=faults(Rule("delete_version", denied, key=lambda key: "/attempts/" in key, nth=0)))
+    assert (world.pointer.retired, world.attempts()) == ((), set(old))
+    assert (await world.collect()).retired == tuple(old[:2])
+
+
+async def test_retired_in_parts(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pointer stays small however much there is to retire."""
+    monkeypatch.setattr(executor, "RETIRED", 2)
+    old = world.saves(*range(1, 8))
+    world.wait(DAY)
+    done = await world.collect()
+    assert set(done.retired) == set(old[:5])
+    assert world.attempts() == set(old[5:])
+    pointers = list(versions(world.inner, world.keys, world.run))
+    assert max(len(one.pointer.retired) for one in pointers) == 2
+    assert pointers[0].pointer.retired == ()
+    world.check()
+
+
+async def test_what_never_changes_is_read_once(world: World) -> None:
+    """A pointer that moves under the plan costs the reading of what is new; a second pass too."""
+    world.saves(*range(1, 10))
+    world.wait(DAY)
+    length = world.pointer.seq
+    collector = world.collector()
+    reads: list[int] = []
+
+    def moves(request):
+        reads.append(len(world.store.calls))
+        world.swap(rules.grant(world.run, world.seen, owner=f"o{len(reads)}", nonce=f"o{len(reads)}", at=world.at()))
+        return request()
+
+    world.store.calls.clear()
+    world.store.plan = faults(Rule("put", moves, key=ends("pointer.json"), nth=1))
+    await collector.collect(world.run)
+    again = [call for call in world.store.calls[reads[0] :] if call.operation == "get"]
+    assert len([call for call in world.store.calls if call.operation == "get"]) > length
+    assert len([call for call in again if call.key.endswith("manifest.json")]) == 0
+    assert len(again) < length
+    world.store.calls.clear()
+    await collector.collect(world.run)
+    assert len([call for call in world.store.calls if call.operation == "get"]) < length / 2
+
+
 # Race 37: a crash after every effect.
 
 
-@pytest.mark.parametrize(("shared", "effects"), [(False, 15), (True, 14)])
+@pytest.mark.parametrize(("shared", "effects"), [(False, 16), (True, 15)])
 async def test_a_crash_after_every_effect(shared: bool, effects: int) -> None:
     """The next pass finishes; nothing that is kept is ever lost, and nothing is left of the rest."""
     crashed = 0

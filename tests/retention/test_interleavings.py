@@ -33,7 +33,7 @@ CASTS: list[tuple[int, tuple[str, ...], dict[str, Any], set[str]]] = [
     (51, ("rollback", "collector"), {}, {"RolledBack", "NotFoundError"}),
     (506, ("promoter", "ender", "collector"), {}, {"NotOpen", "Published", "Refused"}),
     (97, ("opener", "collector"), {}, {"Published", "Refused"}),
-    (500, ("collector", "other collector"), {}, {"Collected"}),
+    (1080, ("collector", "other collector"), {}, {"Collected"}),
 ]
 
 

@@ -6,6 +6,7 @@ import trio
 
 from cachefs.errors import CachefsError
 from cachefs.formats.records import State
+from cachefs.publish.problems import Problems
 from cachefs.publish.writes import Writes
 from cachefs.retention.keeper import Counts, Keeper
 from cachefs.store.hop import Inline
@@ -21,7 +22,8 @@ def keeper(world: World, *runs: str) -> Keeper:
         raise AssertionError("the keeper has its own patience")
 
     writes = Writes(world.store, world.keys, Inline(), no_pause)
-    return Keeper(writes, LEAST, lambda: runs or [world.run], Counts(), interval=3600.0, holder="gc of n1")
+    problems = Problems("garbage collection: ")
+    return Keeper(writes, LEAST, lambda: runs or [world.run], Counts(), problems, interval=3600.0, holder="gc of n1")
 
 
 async def test_passes_are_made_at_intervals(world: World) -> None:
@@ -42,7 +44,7 @@ async def test_an_error_ends_one_pass_over_one_run(world: World, declared_warnin
         one.saves(1, 2, 3)
     world.wait(DAY)
     world.store.plan = rules(Rule("get", denied, key=ends("exp/a/pointer.json"), nth=0))
-    declared_warnings("garbage collection failed .*exp/a")
+    declared_warnings("a run does not move run=exp/a error=garbage collection: ")
     kept = keeper(world, world.run, other.run)
     for run in (world.run, other.run):
         await kept.one(run)
@@ -56,7 +58,7 @@ async def test_a_store_that_does_not_answer_is_given_up_until_the_next_pass(
     world.saves(1, 2, 3)
     world.wait(DAY)
     world.store.plan = rules(Rule("*", lost_request, nth=0))
-    declared_warnings("garbage collection failed")
+    declared_warnings("a run does not move")
     kept = keeper(world)
     await kept.one(world.run)
     assert kept.counts == Counts(failures=1)
@@ -69,7 +71,7 @@ async def test_what_is_deleted_before_an_error_is_counted(world: World, declared
     world.saves(1, 2, 3)
     world.wait(DAY)
     world.store.plan = rules(Rule("list_multiparts", denied, nth=3))
-    declared_warnings("garbage collection failed")
+    declared_warnings("a run does not move")
     kept = keeper(world)
     await kept.one(world.run)
     assert (kept.counts.failures, kept.counts.deleted) == (1, 4)
