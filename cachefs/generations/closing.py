@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat as stat_module
 from collections.abc import Callable, Iterable, Sequence
@@ -14,6 +15,7 @@ from cachefs.formats.records import AttemptRecord, Identity, ShardRecord
 from cachefs.generations.presets import matches
 from cachefs.staging.pins import Pins
 from cachefs.staging.walking import open_directory
+from cachefs.staging.writers import written
 
 TRACKER_MAX = 64 << 10
 """Largest tracker file that is recorded, bytes; trackers hold a name or a number."""
@@ -144,9 +146,16 @@ def pin_file(
     key: Callable[[str, str], str],
     early: bool = False,
 ) -> ShardRecord:
-    """Pin one file under a new shard id and return its record. Raises OSError."""
+    """Pin one file under a new shard id and return its record.
+
+    Raises OSError; ETXTBSY when somebody has the file open for writing, under whatever name. Who opens it after it was
+    pinned leaves the pinned bytes alone (tree.py).
+    """
     shard = new_id()[:16]
     stat = pins.add(attempt.attempt, shard, fd, name)
+    if written(name, fd):
+        pins.drop(attempt.attempt, shard)
+        raise OSError(errno.ETXTBSY, f"{path} is open for writing")
     return ShardRecord(
         attempt=attempt.attempt,
         shard=shard,

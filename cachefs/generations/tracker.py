@@ -68,7 +68,15 @@ class Tracker:
 
         self.early = EarlyUploads(journal, pins, tree_fd, delay=early_delay, key=key, pinned=hints.pinned)
         self._effects = Effects(
-            journal, pins, tree_fd, self.early, key=key, hints=hints, lost=detector.forget, owing=self._wake
+            journal,
+            pins,
+            tree_fd,
+            self.early,
+            key=key,
+            hints=hints,
+            lost=detector.forget,
+            owing=self._wake,
+            held=self.outlived.watch,
         )
 
     def _wake(self) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from cachefs.formats.records import Baseline
 from cachefs.generations.completeness import Source
+from cachefs.staging.writers import written
 
 
 class FileSource:
@@ -66,6 +67,18 @@ class TreeView:
             return os.readlink(path, dir_fd=self._fd)
         except OSError:
             return None
+
+    def written(self, path: bytes) -> Sequence[bytes]:
+        """Return the files at or below a path that are open for writing. One that cannot be asked counts."""
+        below = [path + b"/" + name for name in self.names(path)]
+        return [one for one in below or [path] if self._is_written(one)]
+
+    def _is_written(self, path: bytes) -> bool:
+        stat = self._stat(path)
+        try:
+            return stat is not None and stat_module.S_ISREG(stat.st_mode) and written(path, self._fd)
+        except OSError:
+            return True
 
     def identity(self, path: bytes) -> Baseline | None:
         """Return what stands under a path, links not followed, or None."""

@@ -26,6 +26,7 @@ class Content:
         self._tree = tree
         self._table = tree.table
         self._namespace = namespace
+        tree.mapped.release = self._finish
 
     async def create(self, parent: int, name: bytes, mode: int, flags: int, caller: Caller) -> tuple[int, Entry]:
         """Create and open a file; open it when somebody else was faster and O_EXCL is not asked for."""
@@ -119,9 +120,8 @@ class Content:
     async def truncate(self, node: Node, size: int) -> None:
         """Set a file's size."""
         unprivileged = drops_privileges()
-        if node.writers:
-            handles = self._tree.handles
-            fd = next(fh for fh in node.handles if handles[fh].writable)
+        fd = self._tree.handles.writable(node)
+        if fd is not None:
             os.ftruncate(fd, size)
             if unprivileged:
                 self._drop_privileges(fd, node)
@@ -145,12 +145,18 @@ class Content:
             self._tree.attributes_changed(node)
 
     async def release(self, handle: int) -> None:
-        """Close a handle; the last writable one finishes the file."""
+        """Close a handle; the last writable one finishes the file, unless maps of it are still written."""
+        await self._finish(handle, ask=self._tree.passthrough.served)
+
+    async def _finish(self, handle: int, *, ask: bool = False) -> None:
         closed = self._tree.handles.remove(handle)
         node = closed.node
+        finished = closed.counts and node.writers == 0
+        if finished and ask and self._tree.mapped.hold(node):
+            return
         paths = self._table.paths_of(node)
         self._table.released(node)
-        if closed.writable and node.writers == 0:
+        if finished:
             await self._tree.after_all(Kind.CLOSED, paths)
 
     async def fsync(self, handle: int, *, data_only: bool) -> None:

@@ -19,7 +19,7 @@ _SYNCHRONOUS = os.O_SYNC | os.O_DSYNC
 class Handle:
     """One open file."""
 
-    __slots__ = ("backing", "direct", "flags", "node")
+    __slots__ = ("backing", "counts", "direct", "flags", "node")
 
     def __init__(self, node: Node, flags: int) -> None:
         self.node = node
@@ -28,6 +28,8 @@ class Handle:
         """The backing id it was opened with, 0 for none."""
         self.direct = False
         """Whether the page cache must not be used."""
+        self.counts = self.writable
+        """Whether it is one of its node's writers."""
 
     @property
     def writable(self) -> bool:
@@ -96,12 +98,19 @@ class Handles:
             node.backing = handle.backing
             node.backed += 1
 
+    def hold(self, fd: int, node: Node) -> None:
+        """Register a read-only descriptor that stands for writers without a handle; it belongs to the table."""
+        handle = self._open[fd] = Handle(node, os.O_RDONLY)
+        handle.counts = True
+        node.handles.add(fd)
+        node.writers += 1
+
     def remove(self, fh: int) -> Handle:
         """Close a handle's descriptor."""
         handle = self._open.pop(fh)
         handle.node.handles.discard(fh)
         node = handle.node
-        if handle.writable:
+        if handle.counts:
             node.writers -= 1
         os.close(fh)
         if handle.backing:
@@ -110,6 +119,10 @@ class Handles:
             if node.backed == 0:
                 node.backing = 0
         return handle
+
+    def writable(self, node: Node) -> int | None:
+        """Return a handle of a node that may write, or None."""
+        return next((fh for fh in node.handles if self._open[fh].writable), None)
 
     def repoint(self, node: Node, name: bytes, dir_fd: int) -> None:
         """Let every open handle of a node use the file that now stands at `name`, under the same handle numbers."""

@@ -102,6 +102,8 @@ class Passthrough:
         self._wanted = wanted
         self._on = wanted != "python" and not self.reason
         self._settled = trio.Event()
+        self.served = False
+        """Whether the kernel ever served a file: a map of one may live on without a handle."""
         if wanted == "kernel" and not self._on:
             self._refuse()
         if _extension is not None:
@@ -157,6 +159,7 @@ class Passthrough:
                 self.reason = f"the kernel refused a staging file: {error.strerror}"
                 return 0
         _extension.set_backing(fd, backing)
+        self.served = True
         return backing
 
     def close(self, fd: int, backing: int, *, last: bool) -> None:

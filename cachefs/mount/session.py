@@ -109,6 +109,7 @@ class Session:
         self._options = {"fsname=cachefs", "subtype=cachefs", "default_permissions"}
         if allow_other:
             self._options.add("allow_other")
+        self._tree = tree
         self._operations = Operations(tree)
         self._mounted = False
 
@@ -133,7 +134,10 @@ class Session:
 
     async def serve(self) -> None:
         """Answer requests until the file system is unmounted."""
-        await pyfuse3.main()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._tree.mapped.run)
+            await pyfuse3.main()
+            nursery.cancel_scope.cancel()
 
     async def leave(self) -> None:
         """Unmount, so that `serve` returns once what was asked before is answered; harmless when it has returned.
