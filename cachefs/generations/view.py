@@ -10,6 +10,11 @@ from cachefs.formats.records import Baseline
 from cachefs.generations.completeness import Source
 from cachefs.staging.writers import written
 
+_ASKED = 1000
+"""Files that are asked for their writers at a close: on the event loop, at some 10 us each. The others are asked when
+they are pinned, in a thread; one that is written is refused then, and its save abandoned.
+"""
+
 
 class FileSource:
     """A staged file as a Source: opened for each read, so that nothing has to be closed."""
@@ -69,8 +74,10 @@ class TreeView:
             return None
 
     def written(self, path: bytes) -> Sequence[bytes]:
-        """Return the files at or below a path that are open for writing. One that cannot be asked counts."""
-        below = [path + b"/" + name for name in self.names(path)]
+        """Return the files at or below a path that are open for writing, of the first `_ASKED`. One that cannot be
+        asked counts.
+        """
+        below = [path + b"/" + name for name in self.names(path)[:_ASKED]]
         return [one for one in below or [path] if self._is_written(one)]
 
     def _is_written(self, path: bytes) -> bool:

@@ -212,7 +212,7 @@ static void seen(struct in_header *head, size_t len)
     default:
         return;
     }
-    if (state.count < PENDING) { /* more cannot be under way: pyfuse3 has fewer tasks */
+    if (state.count < PENDING) { /* more cannot be under way: threads.REQUESTS */
         state.pending[state.count].unique = head->unique;
         state.pending[state.count].opcode = head->opcode;
         state.count++;

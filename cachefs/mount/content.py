@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import stat as stat_module
+from collections.abc import Callable
+from typing import TypeVar, TypeVarTuple
 
 import trio
 
@@ -17,6 +19,8 @@ from cachefs.mount.tree import Caller, Tree
 from cachefs.staging.changes import Kind
 
 _WRITING = os.O_WRONLY | os.O_RDWR
+Arguments = TypeVarTuple("Arguments")
+Result = TypeVar("Result")
 
 
 class Content:
@@ -115,7 +119,7 @@ class Content:
 
     async def write(self, handle: int, offset: int, data: bytes) -> int:
         """Write bytes and return how many fit, when they are on the disk (O_SYNC, O_DSYNC)."""
-        return await trio.to_thread.run_sync(_write_through, handle, data, offset)
+        return await self._in_thread(_write_through, handle, data, offset)
 
     async def truncate(self, node: Node, size: int) -> None:
         """Set a file's size."""
@@ -164,7 +168,7 @@ class Content:
         node = self._tree.handles[handle].node
         fd = os.dup(handle)  # the handle may be released while the thread works
         try:
-            await trio.to_thread.run_sync(os.fdatasync if data_only else os.fsync, fd)
+            await self._in_thread(os.fdatasync if data_only else os.fsync, fd)
         finally:
             os.close(fd)
         await self._sync_names(node)
@@ -172,16 +176,20 @@ class Content:
 
     async def fsync_directory(self, node: Node) -> None:
         """Return when the entries of a directory, and its own name, are on the disk."""
-        await trio.to_thread.run_sync(_sync_directory, os.dup(self._table.descriptor(node)))
+        await self._in_thread(_sync_directory, os.dup(self._table.descriptor(node)))
         await self._sync_names(node)
         await self._tree.observer.durable()
+
+    async def _in_thread(self, call: Callable[[*Arguments], Result], *arguments: *Arguments) -> Result:
+        """Wait for a call that waits for the disk, behind no other kind of call."""
+        return await trio.to_thread.run_sync(call, *arguments, limiter=self._tree.threads.syncs)
 
     async def _sync_names(self, node: Node) -> None:
         while node.fresh and node.names:
             node.fresh = False
             parent = self._table.node(node.names[-1][0])
             try:
-                await trio.to_thread.run_sync(_sync_directory, os.dup(self._table.descriptor(parent)))
+                await self._in_thread(_sync_directory, os.dup(self._table.descriptor(parent)))
             except BaseException:
                 node.fresh = True
                 raise

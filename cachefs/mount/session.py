@@ -15,6 +15,7 @@ import trio
 from cachefs.errors import MountpointError
 from cachefs.formats.names import to_text
 from cachefs.mount.operations import Operations
+from cachefs.mount.threads import REQUESTS
 from cachefs.mount.tree import Tree
 
 TYPE = "fuse.cachefs"
@@ -136,7 +137,7 @@ class Session:
         """Answer requests until the file system is unmounted."""
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._tree.mapped.run)
-            await pyfuse3.main()
+            await pyfuse3.main(max_tasks=REQUESTS)
             nursery.cancel_scope.cancel()
 
     async def leave(self) -> None:

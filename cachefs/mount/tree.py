@@ -15,6 +15,7 @@ from cachefs.mount.inodes import InodeTable, Node
 from cachefs.mount.kernel import Passthrough
 from cachefs.mount.mapped import Mapped
 from cachefs.mount.observer import Observer
+from cachefs.mount.threads import Threads
 from cachefs.staging.changes import Change, Kind
 from cachefs.staging.layout import Staging
 from cachefs.staging.pins import Pins
@@ -41,6 +42,7 @@ class Tree:
         self.passthrough = passthrough or Passthrough("python")
         self.handles = Handles(self.passthrough)
         self.mapped = Mapped(self.table, self.handles)
+        self.threads = Threads()
         self.pins = pins
         self.observer = observer
         self._scratch = staging.scratch
@@ -157,7 +159,7 @@ class Tree:
             return False
         event = self._releasing[node.id] = trio.Event()
         try:
-            await trio.to_thread.run_sync(self.pins.release_inode, node.ino)
+            await trio.to_thread.run_sync(self.pins.release_inode, node.ino, limiter=self.threads.copies)
         finally:
             del self._releasing[node.id]
             event.set()
