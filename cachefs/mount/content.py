@@ -15,6 +15,7 @@ from cachefs.mount.handles import staging_flags
 from cachefs.mount.inodes import Node
 from cachefs.mount.kernel import drops_privileges
 from cachefs.mount.namespace import Entry, Namespace
+from cachefs.mount.threads import frees_slowly
 from cachefs.mount.tree import Caller, Tree
 from cachefs.staging.changes import Kind
 
@@ -75,14 +76,17 @@ class Content:
         kind = Kind.TRUNCATED if emptied else Kind.OPENED
         if writing:
             await self._tree.ready_to_write(kind, node, emptied=emptied)
-        fd = self._open_staged(node, staging_flags(flags) | (os.O_TRUNC if emptied else 0))
+        slowly = emptied and bool(flags & _WRITING) and frees_slowly(self._tree.stat(node))
+        fd = self._open_staged(node, staging_flags(flags) | (os.O_TRUNC if emptied and not slowly else 0))
         if unprivileged:
             self._drop_privileges(fd, node)
         self._tree.handles.add(fd, node, flags)
         if writing:
             try:
                 await self._report(kind, self._table.paths_of(node), node)
-            except CachefsError:
+                if slowly:
+                    await self._resize(fd, 0)
+            except (OSError, CachefsError):
                 await self._take_back(fd)
                 raise
         return fd
@@ -124,21 +128,28 @@ class Content:
     async def truncate(self, node: Node, size: int) -> None:
         """Set a file's size."""
         unprivileged = drops_privileges()
-        fd = self._tree.handles.writable(node)
-        if fd is not None:
-            os.ftruncate(fd, size)
-            if unprivileged:
-                self._drop_privileges(fd, node)
-            return
-        await self._tree.ready_to_write(Kind.TRUNCATED, node, emptied=size == 0)
-        fd = self._open_staged(node, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        writer = self._tree.handles.writable(node)
+        if writer is None:
+            await self._tree.ready_to_write(Kind.TRUNCATED, node, emptied=size == 0)
+            fd = self._open_staged(node, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        else:
+            fd = os.dup(writer)
+        self._tree.handles.hold(fd, node)  # until it is done, the file is open for writing
         try:
-            os.ftruncate(fd, size)
+            if writer is None:
+                await self._tree.after_all(Kind.TRUNCATED, self._table.paths_of(node), node.writers)
+            await self._resize(fd, size)
             if unprivileged:
                 self._drop_privileges(fd, node)
         finally:
-            os.close(fd)
-        await self._report(Kind.TRUNCATED, self._table.paths_of(node), node)
+            await self._finish(fd)
+
+    async def _resize(self, fd: int, size: int) -> None:
+        """Set the size of a file that a writer holds open."""
+        if frees_slowly(os.fstat(fd), size):
+            await trio.to_thread.run_sync(os.ftruncate, fd, size, limiter=self._tree.threads.frees)
+        else:
+            os.ftruncate(fd, size)
 
     def _drop_privileges(self, fd: int, node: Node) -> None:
         """Clear the set-user-id bit, and the set-group-id bit of an executable, as a write by another user does."""
@@ -160,8 +171,11 @@ class Content:
             return
         paths = self._table.paths_of(node)
         self._table.released(node)
-        if finished:
-            await self._tree.after_all(Kind.CLOSED, paths)
+        try:
+            if finished:
+                await self._tree.after_all(Kind.CLOSED, paths)
+        finally:
+            await self._tree.threads.let_go(closed.left)
 
     async def fsync(self, handle: int, *, data_only: bool) -> None:
         """Return when the file's bytes, its name, and all that the journal knows of it are on the disk."""

@@ -11,6 +11,7 @@ import os
 
 from cachefs.mount.inodes import Node
 from cachefs.mount.kernel import DataPath, Passthrough
+from cachefs.mount.threads import frees_slowly
 
 _ACCESS = os.O_RDONLY | os.O_WRONLY | os.O_RDWR
 _SYNCHRONOUS = os.O_SYNC | os.O_DSYNC
@@ -19,7 +20,7 @@ _SYNCHRONOUS = os.O_SYNC | os.O_DSYNC
 class Handle:
     """One open file."""
 
-    __slots__ = ("backing", "counts", "direct", "flags", "node")
+    __slots__ = ("backing", "counts", "direct", "flags", "left", "node")
 
     def __init__(self, node: Node, flags: int) -> None:
         self.node = node
@@ -30,6 +31,8 @@ class Handle:
         """Whether the page cache must not be used."""
         self.counts = self.writable
         """Whether it is one of its node's writers."""
+        self.left = -1
+        """After its end: a descriptor that is to be closed in a thread, -1 for none."""
 
     @property
     def writable(self) -> bool:
@@ -106,13 +109,16 @@ class Handles:
         node.writers += 1
 
     def remove(self, fh: int) -> Handle:
-        """Close a handle's descriptor."""
+        """End a handle and close its descriptor; that of a large file without a name is `left` to the caller."""
         handle = self._open.pop(fh)
-        handle.node.handles.discard(fh)
         node = handle.node
+        node.handles.discard(fh)
         if handle.counts:
             node.writers -= 1
-        os.close(fh)
+        if not node.names and _frees_slowly(fh):
+            handle.left = fh  # so that the kernel's own reference is not the last one either
+        else:
+            os.close(fh)
         if handle.backing:
             node.backed -= 1
             self._passthrough.close(fh, handle.backing, last=node.backed == 0)
@@ -130,3 +136,8 @@ class Handles:
             fd = os.open(name, staging_flags(self._open[fh].flags), dir_fd=dir_fd)
             os.dup2(fd, fh, inheritable=False)
             os.close(fd)
+
+
+def _frees_slowly(fd: int) -> bool:
+    stat = os.fstat(fd)
+    return stat.st_nlink == 0 and frees_slowly(stat)

@@ -11,6 +11,9 @@ import trio
 import trio.testing
 
 from cachefs.journal import Journal
+from cachefs.mount import threads
+from cachefs.mount.attributes import Update
+from cachefs.staging.changes import Kind
 
 CALLERS = 200
 """More than there are threads of any kind."""
@@ -49,3 +52,81 @@ async def test_many_slow_fsyncs_hold_up_no_create_no_journal_and_no_pin(world, t
             slow.set()
     journal.close()
     assert world.observer.durable_calls == CALLERS
+
+
+class Gate:
+    """Calls in other threads than the loop's are counted and wait until the gate is opened."""
+
+    def __init__(self, monkeypatch) -> None:
+        self.opened = threading.Event()
+        self.calls: list[str] = []
+        self._loop = threading.current_thread()
+        for name in ("close", "ftruncate"):
+            monkeypatch.setattr(os, name, partial(self._call, name, getattr(os, name)))
+
+    def _call(self, name, real, *arguments):
+        if threading.current_thread() is not self._loop:
+            self.calls.append(name)
+            self.opened.wait()
+        return real(*arguments)
+
+
+@pytest.fixture
+def gate(monkeypatch):
+    made = Gate(monkeypatch)
+    yield made
+    made.opened.set()
+
+
+async def removed(world):
+    await world.unlink(b"x.pt")
+
+
+async def replaced(world):
+    await world.rename(b"y.pt", b"x.pt")
+
+
+async def removed_and_closed(world):
+    handle = await world.open(b"x.pt")
+    await world.unlink(b"x.pt")
+    await world.content.release(handle)
+
+
+async def emptied(world):
+    await world.content.release(await world.open(b"x.pt", os.O_WRONLY | os.O_TRUNC))
+
+
+async def cut(world):
+    await world.attributes.update(world.node(b"x.pt"), Update(size=10))
+
+
+@pytest.mark.parametrize("size", [2 * threads.LARGE, threads.LARGE // 2])
+@pytest.mark.parametrize("free", [removed, replaced, removed_and_closed, emptied, cut])
+async def test_the_blocks_of_large_files_only_are_freed_in_a_thread(world, gate, free, size):
+    """Everything else goes on meanwhile; a file that is being cut counts as open for writing, so no save is closed."""
+    for name, length in ((b"x.pt", size), (b"y.pt", 1)):
+        handle = await world.create(name)
+        os.posix_fallocate(handle, 0, length)
+        await world.content.release(handle)
+    world.observer.told()
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(free, world)
+        try:
+            with trio.fail_after(20):
+                await trio.testing.wait_all_tasks_blocked()
+                if size < threads.LARGE:
+                    assert gate.calls == []
+                    return
+                while not gate.calls:  # the thread was asked for, and begins
+                    await trio.lowlevel.checkpoint()
+            assert gate.calls[:1] == (["ftruncate"] if free in (emptied, cut) else ["close"])
+            if free in (emptied, cut):
+                assert world.observer.told() == [(Kind.TRUNCATED, b"x.pt")]
+                assert world.node(b"x.pt").writers == 1
+            await world.content.release(await world.create(b"other"))
+        finally:
+            gate.opened.set()
+    assert len(gate.calls) == (2 if free is removed_and_closed else 1)
+    if free in (emptied, cut):
+        assert world.observer.told()[-1] == (Kind.CLOSED, b"x.pt")
+        assert os.stat(world.staging.tree / "x.pt").st_size == (0 if free is emptied else 10)
