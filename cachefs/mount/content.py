@@ -50,15 +50,20 @@ class Content:
             except BaseException:
                 self._table.forget(entry[0].id, 1)
                 raise
+        node = None
         try:
             self._tree.give_to(caller, above, fd, mode)
             entry = self._namespace.entry(parent, name)
+            node = entry[0]
+            self._tree.handles.add(fd, node, flags)
         except BaseException:
             os.close(fd)
+            os.unlink(name, dir_fd=dir_fd)
+            if node is not None:
+                self._table.removed(parent, name, last=True)
+                self._table.forget(node.id, 1)
             raise
-        node = entry[0]
         node.fresh = True
-        self._tree.handles.add(fd, node, flags)
         try:
             await self._report(Kind.CREATED, [path], node)
         except CachefsError:
@@ -76,15 +81,19 @@ class Content:
         kind = Kind.TRUNCATED if emptied else Kind.OPENED
         if writing:
             await self._tree.ready_to_write(kind, node, emptied=emptied)
-        slowly = emptied and bool(flags & _WRITING) and frees_slowly(self._tree.stat(node))
-        fd = self._open_staged(node, staging_flags(flags) | (os.O_TRUNC if emptied and not slowly else 0))
-        if unprivileged:
-            self._drop_privileges(fd, node)
-        self._tree.handles.add(fd, node, flags)
+        cut = emptied and bool(flags & _WRITING)  # the file keeps its bytes until the open cannot fail any more
+        fd = self._open_staged(node, staging_flags(flags) | (os.O_TRUNC if emptied and not cut else 0))
+        try:
+            if unprivileged:
+                self._drop_privileges(fd, node)
+            self._tree.handles.add(fd, node, flags)
+        except BaseException:
+            os.close(fd)
+            raise
         if writing:
             try:
                 await self._report(kind, self._table.paths_of(node), node)
-                if slowly:
+                if cut:
                     await self._resize(fd, 0)
             except (OSError, CachefsError):
                 await self._take_back(fd)

@@ -68,15 +68,15 @@ class Handles:
         return self._open[fh]
 
     def add(self, fd: int, node: Node, flags: int) -> int:
-        """Register a descriptor; it belongs to the table from now on."""
+        """Register a descriptor; it belongs to the table from now on. Raises OSError; nothing is registered then."""
         handle = Handle(node, flags)
+        node.set_id = bool(os.fstat(fd).st_mode & 0o6000)
+        if self._passthrough.mode is DataPath.KERNEL:
+            self._back(fd, handle)
         self._open[fd] = handle
         node.handles.add(fd)
         if handle.writable:
             node.writers += 1
-        node.set_id = bool(os.fstat(fd).st_mode & 0o6000)
-        if self._passthrough.mode is DataPath.KERNEL:
-            self._back(fd, handle)
         return fd
 
     def _back(self, fd: int, handle: Handle) -> None:
