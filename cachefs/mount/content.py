@@ -31,6 +31,8 @@ class Content:
         self._tree = tree
         self._table = tree.table
         self._namespace = namespace
+        self._syncing: dict[int, trio.Event] = {}
+        """The nodes whose name is being synced."""
         tree.mapped.release = self._finish
 
     async def create(self, parent: int, name: bytes, mode: int, flags: int, caller: Caller) -> tuple[int, Entry]:
@@ -208,15 +210,31 @@ class Content:
         return await trio.to_thread.run_sync(call, *arguments, limiter=self._tree.threads.syncs)
 
     async def _sync_names(self, node: Node) -> None:
-        while node.fresh and node.names:
+        """Return when a node's name, and those of the directories above it, are on the disk."""
+        while node.names:
+            await self._sync_name(node)
+            if not node.names:
+                return
+            node = self._table.node(node.names[-1][0])
+
+    async def _sync_name(self, node: Node) -> None:
+        while True:
+            if (syncing := self._syncing.get(node.id)) is not None:
+                await syncing.wait()  # it may fail, and the node may be renamed meanwhile
+                continue
+            if not node.fresh or not node.names:
+                return
+            event = self._syncing[node.id] = trio.Event()
             node.fresh = False
-            parent = self._table.node(node.names[-1][0])
             try:
-                await self._in_thread(_sync_directory, os.dup(self._table.descriptor(parent)))
+                parent = self._table.descriptor(self._table.node(node.names[-1][0]))
+                await self._in_thread(_sync_directory, os.dup(parent))
             except BaseException:
                 node.fresh = True
                 raise
-            node = parent
+            finally:
+                del self._syncing[node.id]
+                event.set()
 
 
 def _sync_directory(path_fd: int) -> None:

@@ -62,8 +62,10 @@ class Node:
         self.backed = 0
         self.pins = 0
         """How many of its links were pins when it was last looked at."""
-        self.fresh = False
-        """Whether the node was created or renamed since its directory was last synced."""
+        self.fresh = True
+        """Whether the node may have been created or renamed since its directory was last synced: what was found may
+        have been made by an earlier daemon.
+        """
         self.dir_fd = -1
         self.path = b""
         self.path_stamp = -1

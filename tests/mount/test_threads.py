@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from functools import partial
@@ -130,3 +131,52 @@ async def test_the_blocks_of_large_files_only_are_freed_in_a_thread(world, gate,
     if free in (emptied, cut):
         assert world.observer.told()[-1] == (Kind.CLOSED, b"x.pt")
         assert os.stat(world.staging.tree / "x.pt").st_size == (0 if free is emptied else 10)
+
+
+async def test_no_fsync_returns_before_the_names_above_are_durable_whoever_syncs_them(world, monkeypatch):
+    """Two processes fsync one file, a third another one in the same new directory."""
+    await world.mkdir(b"d")
+    handles = [await world.create(b"d/x.pt"), await world.create(b"d/y.pt")]
+    gate, entered = threading.Event(), threading.Event()
+
+    def fsync_of_the_root(fd):
+        if os.path.samestat(os.fstat(fd), os.fstat(world.staging.tree_fd)):
+            entered.set()
+            gate.wait()
+
+    monkeypatch.setattr(os, "fsync", fsync_of_the_root)
+    async with trio.open_nursery() as nursery:
+        for handle in (handles[0], handles[0], handles[1]):
+            nursery.start_soon(partial(world.content.fsync, handle, data_only=True))
+        try:
+            with trio.fail_after(20):
+                while not entered.is_set():
+                    await trio.lowlevel.checkpoint()
+                while world.tree.threads.syncs.borrowed_tokens > 1:
+                    await trio.lowlevel.checkpoint()
+                await trio.testing.wait_all_tasks_blocked()
+            assert world.observer.durable_calls == 0
+        finally:
+            gate.set()
+    assert world.observer.durable_calls == 3
+
+
+async def test_names_are_synced_again_after_an_error_and_once_when_an_earlier_daemon_made_them(world, monkeypatch):
+    (world.staging.tree / "d").mkdir()
+    (world.staging.tree / "d/x.pt").write_bytes(b"bytes")
+    synced = []
+    failing = [errno.EIO]
+
+    def fsync(fd):
+        name = os.path.basename(os.readlink(f"/proc/self/fd/{fd}"))
+        if name == "tree" and failing:
+            raise OSError(failing.pop(), "the disk failed")
+        synced.append(name)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    handle = await world.open(b"d/x.pt", os.O_RDWR)
+    with pytest.raises(OSError, match="the disk failed"):
+        await world.content.fsync(handle, data_only=False)
+    await world.content.fsync(handle, data_only=False)
+    await world.content.fsync(handle, data_only=False)
+    assert synced == ["x.pt", "d", "x.pt", "tree", "x.pt"]
