@@ -32,12 +32,14 @@ class Mapped:
     def __init__(self, table: InodeTable, handles: Handles) -> None:
         self._table = table
         self._handles = handles
-        self._held: set[int] = set()
+        self._held: dict[int, Node] = {}
         self._pause = _SOON
         self._changed = trio.Event()
         self._unknown = False
         self.release: Callable[[int], Awaitable[None]]
         """Closes a handle and tells of it (content.py)."""
+        self.ended: Callable[[Node], None] = lambda node: None
+        """Called when a file is not written any more: the kernel may hold attributes of a moment before."""
 
     def __len__(self) -> int:
         return len(self._held)
@@ -60,16 +62,19 @@ class Mapped:
             os.close(fd)
             return False
         self._handles.hold(fd, node)
-        self._held.add(fd)
+        self._held[fd] = node
+        node.past = True
         self._pause = _SOON
         self._changed.set()
         return True
 
     async def look(self) -> None:
         """Let go of the files that are not written any more."""
-        for fd in list(self._held):
+        for fd, node in list(self._held.items()):
             if fd in self._held and not is_written(fd):
-                self._held.remove(fd)
+                del self._held[fd]
+                node.past = False
+                self.ended(node)
                 try:
                     await self.release(fd)
                 except CachefsError:

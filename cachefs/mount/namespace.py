@@ -52,7 +52,7 @@ class Namespace:
             node.lookups += 1
             return node, self._tree.stat(node)
         try:
-            return self._entry(above, name)
+            return self._found(above, name)
         except FileNotFoundError:
             return None
 
@@ -61,6 +61,13 @@ class Namespace:
         stat, pins = self._tree.pins.counted(lambda: os.stat(name, dir_fd=dir_fd, follow_symlinks=False))
         node = self._table.remember(parent.id, name, stat.st_ino, is_dir=stat_module.S_ISDIR(stat.st_mode))
         node.pins = pins
+        return node, stat
+
+    def _found(self, parent: Node, name: bytes) -> Entry:
+        """Return an entry that an earlier daemon may have left: who opened it then may write it still."""
+        node, stat = self._entry(parent, name)
+        if node.lookups == 1 and not node.handles and stat_module.S_ISREG(stat.st_mode):
+            self._tree.mapped.hold(node)
         return node, stat
 
     def entry(self, parent: int, name: bytes) -> Entry:
@@ -232,7 +239,7 @@ class Namespace:
     def listed(self, handle: int, name: bytes) -> Entry | None:
         """Return an entry of a listing and count the kernel's reference; None when it is gone meanwhile."""
         try:
-            return self._entry(self._listings[handle].node, name)
+            return self._found(self._listings[handle].node, name)
         except FileNotFoundError:
             return None
 

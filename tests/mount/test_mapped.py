@@ -86,6 +86,23 @@ async def test_a_file_that_was_removed_is_nobodys_business(kernel):
     assert (kernel.observer.told(), len(kernel.tree.handles)) == ([], 0)
 
 
+async def test_a_file_that_is_found_written_is_open_until_its_writer_of_an_earlier_mount_closes_it(world):
+    """A loose file too; its attributes are not kept meanwhile, and asked for again afterwards."""
+    (world.staging.tree / "train.log").write_bytes(b"old")
+    (world.staging.tree / "other").write_bytes(b"old")
+    writer = os.open(world.staging.tree / "train.log", os.O_WRONLY | os.O_APPEND)
+    ended = []
+    world.tree.mapped.ended = ended.append
+    node, other = world.node(b"train.log"), world.node(b"other")
+    assert (node.past, node.writers, other.past, other.writers) == (True, 1, False, 0)
+    os.write(writer, b", new")
+    assert world.tree.stat(node).st_size == 8
+    os.close(writer)
+    await world.tree.mapped.look()
+    assert (node.past, node.writers, ended) == (False, 0, [node])
+    assert world.observer.told() == [(Kind.CLOSED, b"train.log")]
+
+
 async def test_where_the_kernel_serves_nothing_the_handles_say_all(world):
     writer = await closed_under_a_map(world, b"x.pt")
     assert world.observer.told() == [(Kind.CREATED, b"x.pt"), (Kind.CLOSED, b"x.pt")]
