@@ -229,9 +229,9 @@ class Daemon:
 
     async def _announce(self, ready: Callable[[], None]) -> None:
         config = self._config
-        await self._passthrough.wait_settled()
-        mode = self._passthrough.mode
-        self._metrics.set_data_path(mode.value)
+        await self._passthrough.wait_settled(self._staging.root / "lock")
+        self._metrics.set_data_path(self._passthrough.mode.value)
+        self._passthrough.changed = self._data_path_changed
         _log.info(
             "mounted",
             mountpoint=str(config.mountpoint),
@@ -242,6 +242,10 @@ class Daemon:
         )
         notify.ready(self._summary())
         ready()
+
+    def _data_path_changed(self) -> None:
+        self._metrics.set_data_path(self._passthrough.mode.value)
+        _log.warning("the data path changed", data_path=self._passthrough.shown)
 
     def _summary(self) -> str:
         status = self._reporter.status()

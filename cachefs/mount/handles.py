@@ -71,7 +71,7 @@ class Handles:
         """Register a descriptor; it belongs to the table from now on. Raises OSError; nothing is registered then."""
         handle = Handle(node, flags)
         node.set_id = bool(os.fstat(fd).st_mode & 0o6000)
-        if self._passthrough.mode is DataPath.KERNEL:
+        if self._passthrough.mode is DataPath.KERNEL or node.backing:
             self._back(fd, handle)
         self._open[fd] = handle
         node.handles.add(fd)

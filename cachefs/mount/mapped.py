@@ -44,9 +44,9 @@ class Mapped:
     def __len__(self) -> int:
         return len(self._held)
 
-    def hold(self, node: Node) -> bool:
+    def hold(self, node: Node, *, served: bool = True) -> bool:
         """Return whether a file without writable handles is written all the same; it is held open then, until it is
-        not.
+        not. `served` by the kernel before: that nobody can tell is worth a word.
         """
         if not node.names:
             return False
@@ -55,7 +55,7 @@ class Mapped:
         except OSError:
             return False  # gone, or no descriptor is left: whoever pins the file asks again
         written = is_written(fd)
-        if written is None and not self._unknown:
+        if written is None and served and not self._unknown:
             self._unknown = True
             _log.warning("maps cannot be seen here: a file counts as closed when its descriptors are")
         if not written:

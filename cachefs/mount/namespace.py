@@ -67,7 +67,7 @@ class Namespace:
         """Return an entry that an earlier daemon may have left: who opened it then may write it still."""
         node, stat = self._entry(parent, name)
         if node.lookups == 1 and not node.handles and stat_module.S_ISREG(stat.st_mode):
-            self._tree.mapped.hold(node)
+            self._tree.mapped.hold(node, served=False)
         return node, stat
 
     def entry(self, parent: int, name: bytes) -> Entry:
