@@ -25,8 +25,8 @@ for files that are written past it.
 def _attributes_changed(node: Node) -> None:
     try:
         pyfuse3.invalidate_inode(InodeT(node.id), attr_only=True)
-    except FileNotFoundError:
-        pass  # the kernel has forgotten it already
+    except OSError:
+        pass  # the kernel has forgotten the file already, or the mount is gone
 
 
 def _failed(error: OSError | CachefsError) -> FUSEError:
