@@ -235,9 +235,9 @@ class Daemon:
 
     async def _announce(self, ready: Callable[[], None]) -> None:
         config = self._config
-        await self._passthrough.wait_settled()
-        mode = self._passthrough.mode
-        self._metrics.set_data_path(mode.value)
+        await self._passthrough.wait_settled(self._staging.root / "lock")
+        self._metrics.set_data_path(self._passthrough.mode.value)
+        self._passthrough.changed = self._data_path_changed
         _log.info(
             "mounted",
             mountpoint=str(config.mountpoint),
@@ -248,6 +248,10 @@ class Daemon:
         )
         notify.ready(await self._summary())
         ready()
+
+    def _data_path_changed(self) -> None:
+        self._metrics.set_data_path(self._passthrough.mode.value)
+        _log.warning("the data path changed", data_path=self._passthrough.shown)
 
     async def _summary(self) -> str:
         status = await self._reporter.status()

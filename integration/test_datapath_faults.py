@@ -107,7 +107,10 @@ def test_files_open_through_the_kernel_path_outlive_a_kill_of_the_daemon(made, o
     one.start()
     directory = one.mnt / "run"
     assert (directory / "append.bin").read_bytes() == b"before after "
+    sizes = [os.stat(directory / "append.bin").st_size]
     assert training.ask("calls") == works | {"stat": True, "open": None}  # the path leads to the new mount
+    sizes.append(os.stat(directory / "append.bin").st_size)
+    assert sizes == [13, 19]
     assert training.ask("maps") == ["mapped", "after ", "shared"]
     seen = bytearray(b"s" * 100_000)
     seen[0:6] = b"mapped"

@@ -135,6 +135,15 @@ def test_one_staging_and_one_mountpoint_for_one_daemon(one):
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts a tmpfs")
+@pytest.mark.skipif(os.geteuid() != 0, reason="the kernel data path needs root")
+def test_root_of_a_user_namespace_is_refused_the_kernel_data_path_and_told_so(one):
+    """As in a rootless container: its CAP_SYS_ADMIN is not the one that the kernel asks for."""
+    one.inside = lambda command: ["unshare", "--user", "--map-root-user", "--mount", *command]
+    code, said = one.refuses_to_start("--data-path", "kernel")
+    assert (code, "only outside user namespaces" in said) == (73, True)
+    assert "python: CAP_SYS_ADMIN counts only outside user namespaces" in " ".join(one.run("doctor").stdout.split())
+
+
 def test_another_file_system_on_the_mountpoint_is_left_alone(one):
     one.mnt.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "tmpfs", one.mnt], check=True)

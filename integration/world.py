@@ -149,10 +149,11 @@ def writes_pointer(kind: str) -> Callable[[Request], bool]:
     )
 
 
-def published(one: Node, run: str, generation: str) -> bytes:
-    """Return the bytes of a single-file generation in a directory store."""
+def published(one: Node, run: str, generation: str, file: str = "") -> bytes:
+    """Return the bytes of a file of a generation, or of a single-file generation, in a directory store."""
     store = open_store(one.store)
-    (shard,) = reader.load_manifest(store, run, reader.find(store, Keys(store.prefix), run, generation)).shards
+    shards = reader.load_manifest(store, run, reader.find(store, Keys(store.prefix), run, generation)).shards
+    (shard,) = [shard for shard in shards if not file or file in shard.paths]
     found = bytearray()
     read_shard(store, shard, lambda _at, data: found.extend(data))
     return bytes(found)

@@ -26,6 +26,9 @@ class View(Protocol):
     def readlink(self, path: bytes) -> bytes | None:
         """Return the target of a symbolic link."""
 
+    def written(self, path: bytes) -> Sequence[bytes]:
+        """Return the files at or below a path that somebody has open for writing, whether the mount knows it or not."""
+
     def identity(self, path: bytes) -> Baseline | None:
         """Return what stands under a path, links not followed. Only asked by `Detector.resume`."""
 
@@ -63,6 +66,12 @@ class AbandonSave(msgspec.Struct, frozen=True):
     reason: str
 
 
+class Held(msgspec.Struct, frozen=True):
+    """A save is complete but for files that are written past the mount: tell (`Kind.CLOSED`) when each is closed."""
+
+    paths: Sequence[bytes]
+
+
 class MoveSave(msgspec.Struct, frozen=True):
     """The directory (or file) of an open save has a new name; the save goes on under `placement`."""
 
@@ -84,7 +93,7 @@ class Loose(msgspec.Struct, frozen=True):
     path: bytes
 
 
-Action = OpenSave | CloseSave | CancelSave | AbandonSave | MoveSave | Incomplete | Loose
+Action = OpenSave | CloseSave | Held | CancelSave | AbandonSave | MoveSave | Incomplete | Loose
 
 
 class ResumedSave(msgspec.Struct, frozen=True):

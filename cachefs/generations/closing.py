@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat as stat_module
 from collections.abc import Callable, Iterable, Sequence
@@ -14,6 +15,7 @@ from cachefs.formats.records import AttemptRecord, Identity, ShardRecord
 from cachefs.generations.presets import matches
 from cachefs.staging.pins import Pins
 from cachefs.staging.walking import open_directory
+from cachefs.staging.writers import written
 
 TRACKER_MAX = 64 << 10
 """Largest tracker file that is recorded, bytes; trackers hold a name or a number."""
@@ -161,10 +163,16 @@ def pin_file(
     key: Callable[[str, str], str],
     early: bool = False,
 ) -> ShardRecord:
-    """Pin one file under a new shard id and return its record. Raises OSError; nothing is pinned then."""
+    """Pin one file under a new shard id and return its record.
+
+    Raises OSError, and nothing is pinned then; ETXTBSY when somebody has the file open for writing, whatever its name.
+    Who opens it after it was pinned leaves the pinned bytes alone (tree.py).
+    """
     shard = new_id()[:16]
     stat = pins.add(attempt.attempt, shard, fd, name)
     try:
+        if written(name, fd):
+            raise OSError(errno.ETXTBSY, f"{path} is open for writing")
         xattrs = user_xattrs(fd, name)
     except OSError:
         pins.drop(attempt.attempt, shard)

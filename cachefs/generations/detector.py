@@ -20,6 +20,7 @@ from cachefs.generations.actions import (
     Action,
     CancelSave,
     CloseSave,
+    Held,
     Incomplete,
     Loose,
     MoveSave,
@@ -352,6 +353,12 @@ class Detector(Ledger):
                 continue
             open_paths = list(self._files.below(path))
             action = judge(save, open_paths, now, view, alone=self._alone, open_deadline=self._open_deadline)
+            if isinstance(action, CloseSave) and (held := view.written(path)):
+                # By a map that outlives its descriptor, or under a name that the mount has not seen.
+                for one in held:
+                    self._files.opened(one)
+                self._out.append(Held(held))
+                action = judge(save, held, now, view, alone=self._alone, open_deadline=self._open_deadline)
             if action is None:
                 continue
             del self._saves[path]

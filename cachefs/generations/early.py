@@ -136,7 +136,7 @@ class EarlyUploads:
                 early=True,
             )
         except OSError:
-            return  # gone meanwhile, or no room for the link: the close of the save pins what is there then
+            return  # gone, written, or no room for the link: the close of the save pins what is there then
         finally:
             os.close(fd)
         self._by_ino[shard.identity.ino] = shard

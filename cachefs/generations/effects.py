@@ -5,7 +5,7 @@ of; what the journal refuses later (a close, an end, a second writing) is owed: 
 from __future__ import annotations
 
 import errno
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 
 import msgspec
@@ -22,6 +22,7 @@ from cachefs.generations.actions import (
     Action,
     CancelSave,
     CloseSave,
+    Held,
     Incomplete,
     Loose,
     MoveSave,
@@ -60,9 +61,11 @@ class Effects:
         hints: Hints,
         lost: Callable[[bytes], None],
         owing: Callable[[], None],
+        held: Callable[[Sequence[bytes]], None],
     ) -> None:
         """`boot` is that of the machine. `key(attempt, shard, path)` builds an object key. `lost` is told the path of
-        an open save that could not be journaled; `owing` is called when there is something to `repeat`.
+        an open save that could not be journaled; `owing` is called when there is something to `repeat`, `held` with
+        files that are written past the mount.
         """
         self._journal = journal
         self._pins = pins
@@ -74,6 +77,7 @@ class Effects:
         self._hints = hints
         self._lost = lost
         self._owing = owing
+        self._held = held
         self.saves: dict[bytes, Tracked] = {}
         """The open saves by path."""
         self.closing: dict[bytes, Tracked] = {}
@@ -101,6 +105,8 @@ class Effects:
                     waiting.append(self._move(old, placement))
                 case CloseSave(path):
                     waiting.append(self._close(path, action))
+                case Held(paths):
+                    self._held(paths)
                 case CancelSave(path, reason) | AbandonSave(path, reason):
                     waiting.append(self.end(path, reason))
                 case Incomplete(path, why):

@@ -72,7 +72,16 @@ class Tracker:
 
         self.early = EarlyUploads(journal, pins, tree_fd, delay=early_delay, key=key, pinned=hints.pinned)
         self._effects = Effects(
-            journal, pins, tree_fd, self.early, boot=boot, key=key, hints=hints, lost=detector.forget, owing=self._wake
+            journal,
+            pins,
+            tree_fd,
+            self.early,
+            boot=boot,
+            key=key,
+            hints=hints,
+            lost=detector.forget,
+            owing=self._wake,
+            held=self.outlived.watch,
         )
 
     def _wake(self) -> None:

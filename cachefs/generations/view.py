@@ -11,6 +11,12 @@ from cachefs.errors import DAMAGE, CorruptError, UnreadableError
 from cachefs.formats.names import to_text
 from cachefs.formats.records import Baseline
 from cachefs.generations.completeness import Source
+from cachefs.staging.writers import written
+
+_ASKED = 1000
+"""Files that are asked for their writers at a close: on the event loop, at some 10 us each. The others are asked when
+they are pinned, in a thread; one that is written is refused then, and its save abandoned.
+"""
 
 
 class FileSource:
@@ -75,6 +81,20 @@ class TreeView:
             return os.readlink(path, dir_fd=self._fd)
         except OSError:
             return None
+
+    def written(self, path: bytes) -> Sequence[bytes]:
+        """Return the files at or below a path that are open for writing, of the first `_ASKED`. One that cannot be
+        asked counts.
+        """
+        below = [path + b"/" + name for name in self.names(path)[:_ASKED]]
+        return [one for one in below or [path] if self._is_written(one)]
+
+    def _is_written(self, path: bytes) -> bool:
+        stat = self._stat(path)
+        try:
+            return stat is not None and stat_module.S_ISREG(stat.st_mode) and written(path, self._fd)
+        except OSError:
+            return True
 
     def identity(self, path: bytes) -> Baseline | None:
         """Return what stands under a path, links not followed, or None."""

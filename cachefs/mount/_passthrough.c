@@ -3,7 +3,7 @@
  *
  * Loaded with RTLD_GLOBAL before pyfuse3, so that the dynamic linker resolves pyfuse3's call of fuse_session_mount to the
  * one below. It mounts with the real one and then puts two functions of its own between libfuse and the descriptor
- * (fuse_session_custom_io, libfuse >= 3.10):
+ * (fuse_session_custom_io, libfuse >= 3.13):
  *
  *   INIT request    remembers whether the kernel offers passthrough; where that is wanted, hides SPLICE_READ, so that
  *                   all messages come through read() and can be seen (spliced, the bytes of writes are copied once less,
@@ -85,7 +85,7 @@ struct backing_map {
 #define BACKING_OPEN _IOW(229, 1, struct backing_map)
 #define BACKING_CLOSE _IOW(229, 2, uint32_t)
 
-struct custom_io { /* as in fuse_lowlevel.h of 3.10 to 3.16; later ones append to it */
+struct custom_io { /* as in fuse_lowlevel.h of 3.13 to 3.16; later ones append to it */
     ssize_t (*writev)(int fd, struct iovec *iov, int count, void *userdata);
     ssize_t (*read)(int fd, void *buf, size_t len, void *userdata);
     void *splice_receive, *splice_send;
@@ -212,7 +212,7 @@ static void seen(struct in_header *head, size_t len)
     default:
         return;
     }
-    if (state.count < PENDING) { /* more cannot be under way: pyfuse3 has fewer tasks */
+    if (state.count < PENDING) { /* more cannot be under way: threads.REQUESTS */
         state.pending[state.count].unique = head->unique;
         state.pending[state.count].opcode = head->opcode;
         state.count++;

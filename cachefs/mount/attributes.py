@@ -83,6 +83,7 @@ class Attributes:
         if name.startswith(PRIVATE):
             if self._nameless(node):
                 raise OSError(errno.EINVAL, "the file has no name any more")
+            await self._tree.mapped.look()
             await self._tree.observer.request(self._tree.table.path_of(node), name.removeprefix(PRIVATE))
             return
         if not name.startswith("user."):

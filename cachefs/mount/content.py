@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import stat as stat_module
+from collections.abc import Callable
+from typing import TypeVar, TypeVarTuple
 
 import trio
 
@@ -13,10 +15,13 @@ from cachefs.mount.handles import staging_flags
 from cachefs.mount.inodes import Node
 from cachefs.mount.kernel import drops_privileges
 from cachefs.mount.namespace import Entry, Namespace
+from cachefs.mount.threads import frees_slowly
 from cachefs.mount.tree import Caller, Tree
 from cachefs.staging.changes import Kind
 
 _WRITING = os.O_WRONLY | os.O_RDWR
+Arguments = TypeVarTuple("Arguments")
+Result = TypeVar("Result")
 
 
 class Content:
@@ -26,6 +31,9 @@ class Content:
         self._tree = tree
         self._table = tree.table
         self._namespace = namespace
+        self._syncing: dict[int, trio.Event] = {}
+        """The nodes whose name is being synced."""
+        tree.mapped.release = self._finish
 
     async def create(self, parent: int, name: bytes, mode: int, flags: int, caller: Caller) -> tuple[int, Entry]:
         """Create and open a file; open it when somebody else was faster and O_EXCL is not asked for."""
@@ -44,15 +52,20 @@ class Content:
             except BaseException:
                 self._table.forget(entry[0].id, 1)
                 raise
+        node = None
         try:
             self._tree.give_to(caller, above, fd, mode)
             entry = self._namespace.entry(parent, name)
+            node = entry[0]
+            self._tree.handles.add(fd, node, flags)
         except BaseException:
             os.close(fd)
+            os.unlink(name, dir_fd=dir_fd)
+            if node is not None:
+                self._table.removed(parent, name, last=True)
+                self._table.forget(node.id, 1)
             raise
-        node = entry[0]
         node.fresh = True
-        self._tree.handles.add(fd, node, flags)
         try:
             await self._report(Kind.CREATED, [path], node)
         except CachefsError:
@@ -70,14 +83,21 @@ class Content:
         kind = Kind.TRUNCATED if emptied else Kind.OPENED
         if writing:
             await self._tree.ready_to_write(kind, node, emptied=emptied)
-        fd = self._open_staged(node, staging_flags(flags) | (os.O_TRUNC if emptied else 0))
-        if unprivileged:
-            self._drop_privileges(fd, node)
-        self._tree.handles.add(fd, node, flags)
+        cut = emptied and bool(flags & _WRITING)  # the file keeps its bytes until the open cannot fail any more
+        fd = self._open_staged(node, staging_flags(flags) | (os.O_TRUNC if emptied and not cut else 0))
+        try:
+            if unprivileged:
+                self._drop_privileges(fd, node)
+            self._tree.handles.add(fd, node, flags)
+        except BaseException:
+            os.close(fd)
+            raise
         if writing:
             try:
                 await self._report(kind, self._table.paths_of(node), node)
-            except CachefsError:
+                if cut:
+                    await self._resize(fd, 0)
+            except (OSError, CachefsError):
                 await self._take_back(fd)
                 raise
         return fd
@@ -114,27 +134,33 @@ class Content:
 
     async def write(self, handle: int, offset: int, data: bytes) -> int:
         """Write bytes and return how many fit, when they are on the disk (O_SYNC, O_DSYNC)."""
-        return await trio.to_thread.run_sync(_write_through, handle, data, offset)
+        return await self._in_thread(_write_through, handle, data, offset)
 
     async def truncate(self, node: Node, size: int) -> None:
         """Set a file's size."""
         unprivileged = drops_privileges()
-        if node.writers:
-            handles = self._tree.handles
-            fd = next(fh for fh in node.handles if handles[fh].writable)
-            os.ftruncate(fd, size)
-            if unprivileged:
-                self._drop_privileges(fd, node)
-            return
-        await self._tree.ready_to_write(Kind.TRUNCATED, node, emptied=size == 0)
-        fd = self._open_staged(node, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        writer = self._tree.handles.writable(node)
+        if writer is None:
+            await self._tree.ready_to_write(Kind.TRUNCATED, node, emptied=size == 0)
+            fd = self._open_staged(node, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        else:
+            fd = os.dup(writer)
+        self._tree.handles.hold(fd, node)  # until it is done, the file is open for writing
         try:
-            os.ftruncate(fd, size)
+            if writer is None:
+                await self._tree.after_all(Kind.TRUNCATED, self._table.paths_of(node), node.writers)
+            await self._resize(fd, size)
             if unprivileged:
                 self._drop_privileges(fd, node)
         finally:
-            os.close(fd)
-        await self._report(Kind.TRUNCATED, self._table.paths_of(node), node)
+            await self._finish(fd)
+
+    async def _resize(self, fd: int, size: int) -> None:
+        """Set the size of a file that a writer holds open."""
+        if frees_slowly(os.fstat(fd), size):
+            await trio.to_thread.run_sync(os.ftruncate, fd, size, limiter=self._tree.threads.frees)
+        else:
+            os.ftruncate(fd, size)
 
     def _drop_privileges(self, fd: int, node: Node) -> None:
         """Clear the set-user-id bit, and the set-group-id bit of an executable, as a write by another user does."""
@@ -145,20 +171,29 @@ class Content:
             self._tree.attributes_changed(node)
 
     async def release(self, handle: int) -> None:
-        """Close a handle; the last writable one finishes the file."""
+        """Close a handle; the last writable one finishes the file, unless maps of it are still written."""
+        await self._finish(handle, ask=self._tree.passthrough.served)
+
+    async def _finish(self, handle: int, *, ask: bool = False) -> None:
         closed = self._tree.handles.remove(handle)
         node = closed.node
+        finished = closed.counts and node.writers == 0
+        if finished and ask and self._tree.mapped.hold(node):
+            return
         paths = self._table.paths_of(node)
         self._table.released(node)
-        if closed.writable and node.writers == 0:
-            await self._tree.after_all(Kind.CLOSED, paths)
+        try:
+            if finished:
+                await self._tree.after_all(Kind.CLOSED, paths)
+        finally:
+            await self._tree.threads.let_go(closed.left)
 
     async def fsync(self, handle: int, *, data_only: bool) -> None:
         """Return when the file's bytes, its name, and all that the journal knows of it are on the disk."""
         node = self._tree.handles[handle].node
         fd = os.dup(handle)  # the handle may be released while the thread works
         try:
-            await trio.to_thread.run_sync(os.fdatasync if data_only else os.fsync, fd)
+            await self._in_thread(os.fdatasync if data_only else os.fsync, fd)
         finally:
             os.close(fd)
         await self._sync_names(node)
@@ -166,20 +201,40 @@ class Content:
 
     async def fsync_directory(self, node: Node) -> None:
         """Return when the entries of a directory, and its own name, are on the disk."""
-        await trio.to_thread.run_sync(_sync_directory, os.dup(self._table.descriptor(node)))
+        await self._in_thread(_sync_directory, os.dup(self._table.descriptor(node)))
         await self._sync_names(node)
         await self._tree.observer.durable()
 
+    async def _in_thread(self, call: Callable[[*Arguments], Result], *arguments: *Arguments) -> Result:
+        """Wait for a call that waits for the disk, behind no other kind of call."""
+        return await trio.to_thread.run_sync(call, *arguments, limiter=self._tree.threads.syncs)
+
     async def _sync_names(self, node: Node) -> None:
-        while node.fresh and node.names:
+        """Return when a node's name, and those of the directories above it, are on the disk."""
+        while node.names:
+            await self._sync_name(node)
+            if not node.names:
+                return
+            node = self._table.node(node.names[-1][0])
+
+    async def _sync_name(self, node: Node) -> None:
+        while True:
+            if (syncing := self._syncing.get(node.id)) is not None:
+                await syncing.wait()  # it may fail, and the node may be renamed meanwhile
+                continue
+            if not node.fresh or not node.names:
+                return
+            event = self._syncing[node.id] = trio.Event()
             node.fresh = False
-            parent = self._table.node(node.names[-1][0])
             try:
-                await trio.to_thread.run_sync(_sync_directory, os.dup(self._table.descriptor(parent)))
+                parent = self._table.descriptor(self._table.node(node.names[-1][0]))
+                await self._in_thread(_sync_directory, os.dup(parent))
             except BaseException:
                 node.fresh = True
                 raise
-            node = parent
+            finally:
+                del self._syncing[node.id]
+                event.set()
 
 
 def _sync_directory(path_fd: int) -> None:

@@ -11,6 +11,7 @@ import os
 
 from cachefs.mount.inodes import Node
 from cachefs.mount.kernel import DataPath, Passthrough
+from cachefs.mount.threads import frees_slowly
 
 _ACCESS = os.O_RDONLY | os.O_WRONLY | os.O_RDWR
 _SYNCHRONOUS = os.O_SYNC | os.O_DSYNC
@@ -19,7 +20,7 @@ _SYNCHRONOUS = os.O_SYNC | os.O_DSYNC
 class Handle:
     """One open file."""
 
-    __slots__ = ("backing", "direct", "flags", "node")
+    __slots__ = ("backing", "counts", "direct", "flags", "left", "node")
 
     def __init__(self, node: Node, flags: int) -> None:
         self.node = node
@@ -28,6 +29,10 @@ class Handle:
         """The backing id it was opened with, 0 for none."""
         self.direct = False
         """Whether the page cache must not be used."""
+        self.counts = self.writable
+        """Whether it is one of its node's writers."""
+        self.left = -1
+        """After its end: a descriptor that is to be closed in a thread, -1 for none."""
 
     @property
     def writable(self) -> bool:
@@ -63,15 +68,15 @@ class Handles:
         return self._open[fh]
 
     def add(self, fd: int, node: Node, flags: int) -> int:
-        """Register a descriptor; it belongs to the table from now on."""
+        """Register a descriptor; it belongs to the table from now on. Raises OSError; nothing is registered then."""
         handle = Handle(node, flags)
+        node.set_id = bool(os.fstat(fd).st_mode & 0o6000)
+        if self._passthrough.mode is DataPath.KERNEL or node.backing:
+            self._back(fd, handle)
         self._open[fd] = handle
         node.handles.add(fd)
         if handle.writable:
             node.writers += 1
-        node.set_id = bool(os.fstat(fd).st_mode & 0o6000)
-        if self._passthrough.mode is DataPath.KERNEL:
-            self._back(fd, handle)
         return fd
 
     def _back(self, fd: int, handle: Handle) -> None:
@@ -96,14 +101,24 @@ class Handles:
             node.backing = handle.backing
             node.backed += 1
 
+    def hold(self, fd: int, node: Node) -> None:
+        """Register a read-only descriptor that stands for writers without a handle; it belongs to the table."""
+        handle = self._open[fd] = Handle(node, os.O_RDONLY)
+        handle.counts = True
+        node.handles.add(fd)
+        node.writers += 1
+
     def remove(self, fh: int) -> Handle:
-        """Close a handle's descriptor."""
+        """End a handle and close its descriptor; that of a large file without a name is `left` to the caller."""
         handle = self._open.pop(fh)
-        handle.node.handles.discard(fh)
         node = handle.node
-        if handle.writable:
+        node.handles.discard(fh)
+        if handle.counts:
             node.writers -= 1
-        os.close(fh)
+        if not node.names and _frees_slowly(fh):
+            handle.left = fh  # so that the kernel's own reference is not the last one either
+        else:
+            os.close(fh)
         if handle.backing:
             node.backed -= 1
             self._passthrough.close(fh, handle.backing, last=node.backed == 0)
@@ -111,9 +126,18 @@ class Handles:
                 node.backing = 0
         return handle
 
+    def writable(self, node: Node) -> int | None:
+        """Return a handle of a node that may write, or None."""
+        return next((fh for fh in node.handles if self._open[fh].writable), None)
+
     def repoint(self, node: Node, name: bytes, dir_fd: int) -> None:
         """Let every open handle of a node use the file that now stands at `name`, under the same handle numbers."""
         for fh in node.handles:
             fd = os.open(name, staging_flags(self._open[fh].flags), dir_fd=dir_fd)
             os.dup2(fd, fh, inheritable=False)
             os.close(fd)
+
+
+def _frees_slowly(fd: int) -> bool:
+    stat = os.fstat(fd)
+    return stat.st_nlink == 0 and frees_slowly(stat)

@@ -36,6 +36,7 @@ class Node:
         "is_dir",
         "lookups",
         "names",
+        "past",
         "path",
         "path_stamp",
         "pins",
@@ -55,6 +56,8 @@ class Node:
         self.handles: set[int] = set()
         """Descriptors of the open handles."""
         self.writers = 0
+        self.past = False
+        """Whether it is written past its handles (mapped.py): its attributes change without a request."""
         self.set_id = False
         """Whether the file had set-user-id or set-group-id bits when it was opened or its mode was set last."""
         self.backing = 0
@@ -62,8 +65,10 @@ class Node:
         self.backed = 0
         self.pins = 0
         """How many of its links were pins when it was last looked at."""
-        self.fresh = False
-        """Whether the node was created or renamed since its directory was last synced."""
+        self.fresh = True
+        """Whether the node may have been created or renamed since its directory was last synced: what was found may
+        have been made by an earlier daemon.
+        """
         self.dir_fd = -1
         self.path = b""
         self.path_stamp = -1

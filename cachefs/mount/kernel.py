@@ -1,8 +1,9 @@
 """Kernel passthrough: open files are read, written and mapped by the kernel straight from the staging file.
 
 The C extension must be loaded, with its symbols global, before pyfuse3 is (see _passthrough.c); importing this module
-does that, and nothing else may import pyfuse3 first. Linux >= 6.9, libfuse >= 3.10 and CAP_SYS_ADMIN are needed; where
-one is missing the same handlers serve reads and writes in Python.
+does that, and nothing else may import pyfuse3 first. Linux >= 6.9, libfuse >= 3.13 (its ChangeLog:
+`fuse_session_custom_io`) and CAP_SYS_ADMIN outside every user namespace are needed; where one is missing the same
+handlers serve reads and writes in Python.
 
 All opens of one inode share one backing id, which is released with the last of them (Linux refuses a second one:
 EBUSY).
@@ -13,8 +14,10 @@ from __future__ import annotations
 import os
 import platform
 import sys
+from collections.abc import Callable
 from enum import StrEnum
 from importlib import import_module
+from pathlib import Path
 from types import ModuleType
 from typing import Literal
 
@@ -74,9 +77,11 @@ def obstacle() -> str:
         return _missing
     usable, _, _, _ = _extension.status()
     if not usable:
-        return "libfuse is older than 3.10"
+        return "libfuse is older than 3.13"
     if not _has_capability():
         return "CAP_SYS_ADMIN is missing (run as root)"
+    if _in_user_namespace():
+        return "CAP_SYS_ADMIN counts only outside user namespaces (rootless containers are in one)"
     release = platform.release()
     if _version(release) < (6, 9):
         return f"Linux {release} is older than 6.9"
@@ -87,6 +92,12 @@ def _has_capability() -> bool:
     with open("/proc/self/status", encoding="ascii") as lines:
         effective = next(line.split()[1] for line in lines if line.startswith("CapEff:"))
     return bool(int(effective, 16) >> _CAP_SYS_ADMIN & 1)
+
+
+def _in_user_namespace() -> bool:
+    """Return whether user ids are mapped; the initial user namespace maps all to themselves (user_namespaces(7))."""
+    with open("/proc/self/uid_map", encoding="ascii") as lines:
+        return lines.read().split() != ["0", "0", "4294967295"]
 
 
 def _version(release: str) -> tuple[int, ...]:
@@ -102,6 +113,10 @@ class Passthrough:
         self._wanted = wanted
         self._on = wanted != "python" and not self.reason
         self._settled = trio.Event()
+        self.served = False
+        """Whether the kernel ever served a file: a map of one may live on without a handle."""
+        self.changed: Callable[[], None] = lambda: None
+        """Called when the kernel path is off from now on, after `wait_settled`."""
         if wanted == "kernel" and not self._on:
             self._refuse()
         if _extension is not None:
@@ -133,30 +148,49 @@ class Passthrough:
             self._on = False
             self.reason = "the kernel does not offer it" if hooked else "libfuse's messages cannot be reached"
 
-    async def wait_settled(self) -> None:
-        """Return when the mount has been negotiated. Raises MountpointError when `kernel` is demanded and was not
-        granted.
+    async def wait_settled(self, file: Path) -> None:
+        """Return when the mount has been negotiated, and the kernel has been tried with a file of the staging
+        directory: whether it takes one is known only then.
+
+        Raises MountpointError when `kernel` is demanded and was not granted.
         """
         await self._settled.wait()
+        self._try_out(file)
         if self._wanted == "kernel" and not self._on:
             self._refuse()
+
+    def _try_out(self, file: Path) -> None:
+        if not self._on or _extension is None:
+            return
+        fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            _extension.backing_close(_extension.backing_open(fd))
+        except OSError as error:
+            self._refused(error)
+        finally:
+            os.close(fd)
+
+    def _refused(self, error: OSError) -> None:
+        self._on = False
+        self.reason = f"the kernel refused a staging file: {error.strerror}"
 
     def open(self, fd: int, file: int, backing: int) -> int:
         """Let the reply for handle `fd` carry a backing id: the inode's, or a new one for its file, of which `file` is
         a descriptor. Return it, 0 for none.
 
-        When the kernel refuses the first file, the kernel path is off for the whole mount.
+        When the kernel refuses a file, the kernel path is off for all that are opened later.
         """
-        if not self._on or _extension is None:
+        if _extension is None or not (self._on or backing):
             return 0
         if not backing:
             try:
                 backing = int(_extension.backing_open(file))
             except OSError as error:
-                self._on = False
-                self.reason = f"the kernel refused a staging file: {error.strerror}"
+                self._refused(error)
+                self.changed()
                 return 0
         _extension.set_backing(fd, backing)
+        self.served = True
         return backing
 
     def close(self, fd: int, backing: int, *, last: bool) -> None:

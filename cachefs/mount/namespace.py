@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from itertools import count
 
 from cachefs.mount.inodes import Node
+from cachefs.mount.threads import hold
 from cachefs.mount.tree import Caller, Tree
 from cachefs.staging.changes import Change, Kind
 
@@ -51,7 +52,7 @@ class Namespace:
             node.lookups += 1
             return node, self._tree.stat(node)
         try:
-            return self._entry(above, name)
+            return self._found(above, name)
         except FileNotFoundError:
             return None
 
@@ -60,6 +61,13 @@ class Namespace:
         stat, pins = self._tree.pins.counted(lambda: os.stat(name, dir_fd=dir_fd, follow_symlinks=False))
         node = self._table.remember(parent.id, name, stat.st_ino, is_dir=stat_module.S_ISDIR(stat.st_mode))
         node.pins = pins
+        return node, stat
+
+    def _found(self, parent: Node, name: bytes) -> Entry:
+        """Return an entry that an earlier daemon may have left: who opened it then may write it still."""
+        node, stat = self._entry(parent, name)
+        if node.lookups == 1 and not node.handles and stat_module.S_ISREG(stat.st_mode):
+            self._tree.mapped.hold(node, served=False)
         return node, stat
 
     def entry(self, parent: int, name: bytes) -> Entry:
@@ -130,18 +138,24 @@ class Namespace:
         above = self._table.node(parent)
         path = await self._tree.settle(Kind.REMOVED, above, name)
         dir_fd = self._table.descriptor(above)
-        last = self._is_last(dir_fd, name)
-        os.unlink(name, dir_fd=dir_fd)
-        self._table.removed(parent, name, last=last)
-        await self._tree.after(Change(Kind.REMOVED, path))
+        stat, last = self._going(dir_fd, name)
+        held = hold(name, dir_fd, stat)
+        try:
+            os.unlink(name, dir_fd=dir_fd)
+            self._table.removed(parent, name, last=last)
+            await self._tree.after(Change(Kind.REMOVED, path))
+        finally:
+            await self._tree.threads.let_go(held)
 
-    def _is_last(self, dir_fd: int, name: bytes) -> bool:
-        """Return whether a name is the only one of its inode in the visible tree; False when it does not exist."""
+    def _going(self, dir_fd: int, name: bytes) -> tuple[os.stat_result | None, bool]:
+        """Return what a name stands for, None for nothing, and whether it is the only one of its inode in the visible
+        tree.
+        """
         try:
             stat, pins = self._tree.pins.counted(lambda: os.stat(name, dir_fd=dir_fd, follow_symlinks=False))
         except FileNotFoundError:
-            return False
-        return stat_module.S_ISDIR(stat.st_mode) or stat.st_nlink - pins <= 1
+            return None, False
+        return stat, stat_module.S_ISDIR(stat.st_mode) or stat.st_nlink - pins <= 1
 
     async def rmdir(self, parent: int, name: bytes) -> None:
         """Remove an empty directory."""
@@ -165,23 +179,27 @@ class Namespace:
         old, new = self._table.path_at(source, old_name), self._table.path_at(target, name)
         source_fd, target_fd = self._table.descriptor(source), self._table.descriptor(target)
         stat = os.stat(old_name, dir_fd=source_fd, follow_symlinks=False)
-        replaced = self._stat_or_none(target_fd, name)
+        replaced, last = self._going(target_fd, name)
         if replaced is not None and flags == 0 and replaced.st_ino == stat.st_ino:
             return  # two names of one file: POSIX wants nothing done
-        last = self._is_last(target_fd, name)
-        if flags == 0:
-            os.rename(old_name, name, src_dir_fd=source_fd, dst_dir_fd=target_fd)
-        else:
-            _renameat2(source_fd, old_name, target_fd, name, flags)
         one, two = (old_parent, old_name), (parent, name)
         if flags == RENAME_EXCHANGE:
+            _renameat2(source_fd, old_name, target_fd, name, flags)
             assert replaced is not None
             self._table.exchanged(one, two)
             await self._tree.after(self._moved(two, replaced_by=stat, old=old, new=new))
             await self._tree.after(self._moved(one, replaced_by=replaced, old=new, new=old))
             return
-        self._table.renamed(one, two, last=last)
-        await self._tree.after(self._moved(two, replaced_by=stat, old=old, new=new))
+        held = hold(name, target_fd, replaced)
+        try:
+            if flags:
+                _renameat2(source_fd, old_name, target_fd, name, flags)
+            else:
+                os.rename(old_name, name, src_dir_fd=source_fd, dst_dir_fd=target_fd)
+            self._table.renamed(one, two, last=last)
+            await self._tree.after(self._moved(two, replaced_by=stat, old=old, new=new))
+        finally:
+            await self._tree.threads.let_go(held)
 
     def _moved(self, where: tuple[int, bytes], *, replaced_by: os.stat_result, old: bytes, new: bytes) -> Change:
         node = self._table.entry(*where)
@@ -189,13 +207,6 @@ class Namespace:
             node.fresh = True
         is_dir = stat_module.S_ISDIR(replaced_by.st_mode)
         return Change(Kind.RENAMED, new, old=old, is_dir=is_dir, writers=node.writers if node is not None else 0)
-
-    @staticmethod
-    def _stat_or_none(dir_fd: int, name: bytes) -> os.stat_result | None:
-        try:
-            return os.stat(name, dir_fd=dir_fd, follow_symlinks=False)
-        except FileNotFoundError:
-            return None
 
     def opendir(self, ident: int) -> int:
         """Start a listing; return its handle."""
@@ -228,7 +239,7 @@ class Namespace:
     def listed(self, handle: int, name: bytes) -> Entry | None:
         """Return an entry of a listing and count the kernel's reference; None when it is gone meanwhile."""
         try:
-            return self._entry(self._listings[handle].node, name)
+            return self._found(self._listings[handle].node, name)
         except FileNotFoundError:
             return None
 

@@ -17,7 +17,16 @@ from cachefs.mount.namespace import Entry, Namespace
 from cachefs.mount.tree import Caller, Tree
 
 TIMEOUT = 300.0
-"""Seconds that the kernel may use a name or attributes without asking: the daemon is the only one who changes them."""
+"""Seconds that the kernel may use a name or attributes without asking: the daemon is the only one who changes them, but
+for files that are written past it.
+"""
+
+
+def _attributes_changed(node: Node) -> None:
+    try:
+        pyfuse3.invalidate_inode(InodeT(node.id), attr_only=True)
+    except OSError:
+        pass  # the kernel has forgotten the file already, or the mount is gone
 
 
 def _failed(error: OSError | CachefsError) -> FUSEError:
@@ -38,7 +47,7 @@ class Operations(pyfuse3.Operations):
         self._namespace = Namespace(tree)
         self._content = Content(tree, self._namespace)
         self._attributes = Attributes(tree, self._content)
-        tree.attributes_changed = lambda node: pyfuse3.invalidate_inode(node.id, attr_only=True)
+        tree.attributes_changed = tree.mapped.ended = _attributes_changed
 
     def init(self) -> None:
         """Called when the kernel has said what it offers."""
@@ -51,7 +60,8 @@ class Operations(pyfuse3.Operations):
     def _attr(self, node: Node, stat: os.stat_result) -> EntryAttributes:
         entry = EntryAttributes()
         entry.st_ino = node.id
-        entry.attr_timeout = entry.entry_timeout = TIMEOUT
+        entry.entry_timeout = TIMEOUT
+        entry.attr_timeout = 0 if node.past else TIMEOUT
         entry.st_mode = stat.st_mode
         entry.st_nlink = stat.st_nlink - node.pins
         entry.st_uid = stat.st_uid

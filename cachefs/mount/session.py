@@ -15,6 +15,7 @@ import trio
 from cachefs.errors import MountpointError
 from cachefs.formats.names import to_text
 from cachefs.mount.operations import Operations
+from cachefs.mount.threads import REQUESTS
 from cachefs.mount.tree import Tree
 
 TYPE = "fuse.cachefs"
@@ -109,6 +110,7 @@ class Session:
         self._options = {"fsname=cachefs", "subtype=cachefs", "default_permissions"}
         if allow_other:
             self._options.add("allow_other")
+        self._tree = tree
         self._operations = Operations(tree)
         self._mounted = False
 
@@ -133,7 +135,10 @@ class Session:
 
     async def serve(self) -> None:
         """Answer requests until the file system is unmounted."""
-        await pyfuse3.main()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._tree.mapped.run)
+            await pyfuse3.main(max_tasks=REQUESTS)
+            nursery.cancel_scope.cancel()
 
     async def leave(self) -> None:
         """Unmount, so that `serve` returns once what was asked before is answered; harmless when it has returned.

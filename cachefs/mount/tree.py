@@ -13,7 +13,9 @@ import trio
 from cachefs.mount.handles import Handles
 from cachefs.mount.inodes import InodeTable, Node
 from cachefs.mount.kernel import Passthrough
+from cachefs.mount.mapped import Mapped
 from cachefs.mount.observer import Observer
+from cachefs.mount.threads import Threads
 from cachefs.staging.changes import Change, Kind
 from cachefs.staging.layout import Staging
 from cachefs.staging.pins import Pins
@@ -39,6 +41,8 @@ class Tree:
         self.table = InodeTable(staging.tree_fd)
         self.passthrough = passthrough or Passthrough("python")
         self.handles = Handles(self.passthrough)
+        self.mapped = Mapped(self.table, self.handles)
+        self.threads = Threads()
         self.pins = pins
         self.observer = observer
         self._scratch = staging.scratch
@@ -94,6 +98,8 @@ class Tree:
 
     async def before(self, kind: Kind, path: bytes, *, old: bytes = b"", is_dir: bool = False) -> None:
         """Let the observer hold an operation back. When this returns, nothing has run since the observer agreed."""
+        if self.mapped:
+            await self.mapped.look()  # a close that was waited for is told before what follows it
         change = Change(kind, path, old=old, is_dir=is_dir)
         while (waiting := self.observer.before(change)) is not None:
             await waiting
@@ -153,7 +159,7 @@ class Tree:
             return False
         event = self._releasing[node.id] = trio.Event()
         try:
-            await trio.to_thread.run_sync(self.pins.release_inode, node.ino)
+            await trio.to_thread.run_sync(self.pins.release_inode, node.ino, limiter=self.threads.copies)
         finally:
             del self._releasing[node.id]
             event.set()

@@ -1,21 +1,20 @@
-"""Files that outlive the mount they were opened in: with the kernel data path a process goes on writing to its open
-files after the daemon was killed, and nobody tells the next daemon when it closes them.
+"""Files that are written past the mount, so that nobody tells the daemon when they are closed: with the kernel data
+path a process goes on writing to its open files after the daemon was killed, and to a map after its descriptor was
+closed.
 
-The kernel grants a read lease only on a file that nobody has open for writing, so asking for one tells. The descriptors
-kept here follow the files through renames.
+They are asked for again and again (writers.py). The descriptors kept here follow the files through renames.
 """
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import os
-import signal
 from collections.abc import Iterable
+
+from cachefs.staging.writers import is_written, open_to_ask
 
 
 class Survivors:
-    """The files that processes of an earlier mount still have open for writing. Only used from the event loop."""
+    """The files that are still open for writing past the mount. Only used from the event loop."""
 
     def __init__(self, tree_fd: int) -> None:
         self._tree_fd = tree_fd
@@ -29,19 +28,29 @@ class Survivors:
         found = []
         for path in paths:
             try:
-                fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, dir_fd=self._tree_fd)
+                fd = open_to_ask(path, self._tree_fd)
             except OSError:
                 continue
-            if _is_written(fd):
+            if is_written(fd):
                 self._open.append(fd)
                 found.append(path)
             else:
                 os.close(fd)
         return found
 
+    def watch(self, path: bytes) -> None:
+        """Watch a file that was found to be written; one that is gone meanwhile has nothing to tell.
+
+        Raises OSError when it cannot be opened.
+        """
+        try:
+            self._open.append(open_to_ask(path, self._tree_fd))
+        except FileNotFoundError:
+            pass
+
     def ended(self) -> list[bytes]:
         """Return the files that are not open for writing any more, under their present names; stop watching them."""
-        ended = [fd for fd in self._open if not _is_written(fd)]
+        ended = [fd for fd in self._open if not is_written(fd)]
         self._open = [fd for fd in self._open if fd not in ended]
         above = os.readlink(b"/proc/self/fd/%d" % self._tree_fd) + b"/"
         paths = []
@@ -58,14 +67,3 @@ class Survivors:
         for fd in self._open:
             os.close(fd)
         self._open.clear()
-
-
-def _is_written(fd: int) -> bool:
-    """Return whether a file is open for writing; False where the file system knows no leases."""
-    try:
-        fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGURG)  # ignored, should somebody open it just now
-        fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_RDLCK)
-    except OSError as error:
-        return error.errno == errno.EAGAIN
-    fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
-    return False

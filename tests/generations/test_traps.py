@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cachefs.errors import InvalidError
-from cachefs.generations.actions import CancelSave, CloseSave, OpenSave, ResumedSave
+from cachefs.generations.actions import CancelSave, CloseSave, Held, OpenSave, ResumedSave
 from cachefs.generations.detector import Detector
 from cachefs.generations.placement import Placer
 from cachefs.generations.signals import marker_paths
@@ -404,6 +404,35 @@ def test_a_writer_that_outlived_the_mount_holds_its_save_back_until_it_closes():
         assert not world.closes
         world.tell(Change(Kind.CLOSED, written[0]))
         assert world.closes == [(STEP, "torchtitan", 5)]
+
+
+@pytest.mark.parametrize("mapped", ["__1_0.distcp", ".metadata"])
+def test_a_map_that_is_still_written_holds_its_save_back_until_it_ends(mapped):
+    """Its file was closed, and nobody tells when the map ends: the tree is asked at the close, and the file watched."""
+    world = World()
+    dcp_save(world, STEP, close=False)
+    world.put(f"{STEP}/.metadata.tmp", dcp_metadata("__0_0.distcp", "__1_0.distcp"))
+    world.files[f"{STEP}/{mapped.replace('.metadata', '.metadata.tmp')}".encode()].mapped = True
+    world.rename(f"{STEP}/.metadata.tmp", f"{STEP}/.metadata")
+    assert not world.closes
+    assert [action.paths for action in world.of(Held)] == [[f"{STEP}/{mapped}".encode()]]
+    assert world.detector.open_saves()[STEP.encode()] == f"{STEP}/{mapped} to be closed"
+    world.files[f"{STEP}/{mapped}".encode()].mapped = False
+    world.tell(Change(Kind.CLOSED, f"{STEP}/{mapped}".encode()))
+    assert world.closes == [(STEP, "torchtitan", 5)]
+
+
+def test_a_map_that_never_ends_costs_its_save_at_the_deadline():
+    world = World(open_deadline=600.0)
+    dcp_save(world, STEP, close=False)
+    world.files[f"{STEP}/__0_0.distcp".encode()].mapped = True
+    world.put(f"{STEP}/.metadata.tmp", dcp_metadata("__0_0.distcp", "__1_0.distcp"))
+    world.rename(f"{STEP}/.metadata.tmp", f"{STEP}/.metadata")
+    world.wait(599)
+    assert not world.abandoned
+    world.wait(2)
+    assert not world.closes
+    assert "still open for writing 600 s later" in world.abandoned[0][1]
 
 
 def test_old_marker_does_not_close_at_resume():

@@ -45,6 +45,8 @@ class Bytes:
 class Node:
     def __init__(self, ino: int, mtime: int, data: bytes = b"", target: bytes | None = None) -> None:
         self.ino, self.mtime, self.data, self.target, self.writers = ino, mtime, data, target, 0
+        self.mapped = False
+        """Whether a map of it is written past the mount."""
 
 
 class Handle:
@@ -95,6 +97,11 @@ class World:
         node = self.files.get(path)
         return None if node is None else node.target
 
+    def written(self, path):
+        return sorted(
+            name for name, node in self.files.items() if node.mapped and (name + b"/").startswith(path + b"/")
+        )
+
     def identity(self, path):
         node = self.files.get(path)
         return None if node is None else Baseline(node.ino, node.mtime, len(node.data))
@@ -127,6 +134,7 @@ class World:
             if isinstance(action, CloseSave):
                 below = [path for path in self.files if path == action.path or path.startswith(action.path + b"/")]
                 assert not any(self.files[path].writers for path in below), "closed with open writers"
+                assert not any(self.files[path].mapped for path in below), "closed with maps that are written"
 
     # ---- what a program does
 

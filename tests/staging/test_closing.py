@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 from collections.abc import Iterator
 from itertools import count
@@ -88,6 +89,27 @@ def test_hard_links_in_a_save_are_one_shard(staging, pins):
     os.link(staging.tree / "run/step-1/x.bin", staging.tree / "run/step-1/inner/same")
     [shard] = close(staging, pins).shards
     assert sorted(shard.paths) == ["inner/same", "x.bin"]
+
+
+@pytest.mark.parametrize("how", ["a map", "another name"])
+def test_a_file_that_is_written_is_not_pinned(staging, pins, how):
+    """Nobody has to know its writer: the file was closed, or is written under a name outside the save."""
+    put(staging, "run/step-1/x.bin", b"bytes")
+    os.link(staging.tree / "run/step-1/x.bin", staging.tree / "other")
+    writer = os.open(staging.tree / "other", os.O_RDWR)
+    if how == "a map":
+        shared = mmap.mmap(writer, 5)
+        os.close(writer)
+        with pytest.raises(OSError, match=r"x\.bin is open for writing"):
+            close(staging, pins)
+        shared.close()
+    else:
+        with pytest.raises(OSError, match=r"x\.bin is open for writing"):
+            close(staging, pins)
+        os.close(writer)
+    assert pins.shards(ATTEMPT.attempt) == set()
+    (shard,) = close(staging, pins).shards
+    assert shard.identity.size == 5
 
 
 def test_trackers_beside_the_save_are_recorded_with_their_bytes(staging, pins):
