@@ -16,6 +16,7 @@ import msgspec
 
 from cachefs.formats.manifest import Manifest, Shard
 from cachefs.formats.records import AttemptRecord, SharedRecord, State
+from cachefs.members import Members
 
 
 class Join(msgspec.Struct, frozen=True):
@@ -43,19 +44,21 @@ Decision = Join | Refuse | Absent
 
 
 def decide(
-    offers: Sequence[SharedRecord], saves: Sequence[AttemptRecord], *, member: str, started: int
+    offers: Sequence[SharedRecord], saves: Sequence[AttemptRecord], *, us: Members, started: int
 ) -> list[Decision]:
     """Decide about one generation's attempts that have no part of this member yet (`offers`), in the order they were
     opened.
 
-    `saves` are this member's saves of the generation, `started` is the serial of its newest save when the daemon
-    started: training starts again with the daemon, so no save from before goes on. Nothing is decided about an offer
-    that is open and for which there is no save.
+    `saves` are this member's saves of the generation, `us` is how it is configured, `started` is the serial of its
+    newest save when the daemon started: training starts again with the daemon, so no save from before goes on. Nothing
+    is decided about an offer that is open and for which there is no save.
     """
-    offers = [offer for offer in offers if not offer.members or member in offer.members]
+    apart = [(offer, reason) for offer in offers if (reason := unlike(offer, saves, us))]
+    if apart:
+        return [Refuse(offer.attempt, reason, _free(saves)) for offer, reason in apart]
+    offers = [offer for offer in offers if us.declared(offer.members)]
     if offers and (doubt := doubtful(saves, started)) is not None:
-        waiting = tuple(save.attempt for save in saves if save.opened_epoch is None and not save.state.final)
-        return [Refuse(offer.attempt, doubts(doubt), waiting) for offer in offers]
+        return [Refuse(offer.attempt, doubts(doubt), _free(saves)) for offer in offers]
     asked = {save.attempt: save for save in saves}
     # Popped: an attempt for the same save a second time finds it taken.
     decided: list[Decision] = [_granted(offer, asked.pop(offer.wish)) for offer in offers if offer.wish in asked]
@@ -89,6 +92,35 @@ def decide(
     )
     waiting = tuple(save.attempt for save in free)
     return decided + [Refuse(offer.attempt, reason, waiting) for offer in offers]
+
+
+def unlike(offer: SharedRecord, saves: Sequence[AttemptRecord], us: Members) -> str:
+    """Return why this member, as it is configured, can have no part in an attempt, though the attempt waits for it or
+    it has a save of that name; "" if it can.
+
+    Who declares other members counts another set complete: this member's files would be missing from it, or be there
+    in place of another's. A generation that is one file is one member's, and no other one's business.
+    """
+    if offer.kind == "file" or us.service:
+        return ""
+    if not us.declared(offer.members) and not _free(saves):
+        return ""
+    if offer.count == us.count and set(offer.members) == set(us.names):
+        return ""
+    theirs, ours = _declared(offer.members, offer.count), _declared(us.names, us.count)
+    return f"{us.name} is configured for {ours}, and the owner of the attempt for {theirs}"
+
+
+def _declared(names: Sequence[str], count: int) -> str:
+    shown = (
+        f": {', '.join(sorted(names)[:8])}{', ...' if count > 8 else ''}" if names else ", whose names it was not told"
+    )
+    return f"{count} members{shown}"
+
+
+def _free(saves: Sequence[AttemptRecord]) -> tuple[str, ...]:
+    """Return the saves that are part of no attempt yet."""
+    return tuple(save.attempt for save in saves if save.opened_epoch is None and not save.state.final)
 
 
 def doubtful(saves: Sequence[AttemptRecord], started: int) -> AttemptRecord | None:

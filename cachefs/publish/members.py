@@ -212,7 +212,7 @@ class Member:
             for save in same:
                 if save.opened_epoch is None and (reason := joining.unwanted(group, save, member)):
                     await self._journal.write(partial(joined.abandon, save, reason))
-            decisions = joining.decide(group, same, member=member, started=self._started)
+            decisions = joining.decide(group, same, us=self._settings.membership, started=self._started)
             absent = {one.shared for one in decisions if isinstance(one, Absent)}
             for record in group:
                 if record.attempt in absent:

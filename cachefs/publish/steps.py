@@ -81,6 +81,8 @@ class Steps:
             if doubt is not None:
                 raise Unpublishable(joining.doubts(doubt))
         names, count = expected(attempt, self._settings)
+        if self._settings.service and not attempt.foreign and count > 1:
+            raise Unpublishable("this node publishes what the members save, and is none of them")
         ours = sealing.opening(
             attempt, epoch=epoch, ordinal=record.ordinal + 1, owner=self._who.owner, members=names, count=count
         )

@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 
 from cachefs.formats.manifest import Close, Manifest, Order, Pin, ReportPin, Shard
 from cachefs.formats.records import AttemptRecord, SharedRecord, State
+from cachefs.members import Members
 from cachefs.publish.joining import Absent, Join, Refuse, decide, shares, unwanted
 
+US = Members("b", ("a", "b"), 2, owner=False)
 CLOSE = Close("r", "g", "o", "a", "auto", "marker", "A", "")
 
 
@@ -27,7 +29,7 @@ def save(serial: int, state: State = State.OPEN, **fields: Any) -> AttemptRecord
 
 
 def decided(offers: list[SharedRecord], saves: list[AttemptRecord], *, started: int = 0) -> Any:
-    return decide(offers, saves, member="b", started=started)
+    return decide(offers, saves, us=US, started=started)
 
 
 def test_one_save_and_one_attempt() -> None:
@@ -115,8 +117,25 @@ def test_a_member_whose_save_has_another_attempt_does_not_claim_to_have_none() -
     assert decided([offer("o")], [busy]) == []
 
 
-def test_attempts_of_other_members_are_none_of_its_business() -> None:
-    assert decided([offer("o", members=("a", "c"))], [save(1)]) == []
+def test_attempts_of_other_members_are_none_of_its_business_before_it_has_a_save_of_that_name() -> None:
+    others = offer("o", members=("a", "c"))
+    assert decided([others], []) == decided([others], [save(1, State.PUBLISHED, opened_epoch=1)]) == []
+    (only,) = decided([others], [save(1)])
+    assert only == Refuse(
+        "o", "b is configured for 2 members: a, b, and the owner of the attempt for 2 members: a, c", ("s1",)
+    )
+
+
+@pytest.mark.parametrize("theirs", [{"members": (), "count": 2}, {"members": ("a", "b", "c"), "count": 3}])
+def test_a_member_that_is_configured_otherwise_than_the_owner_refuses(theirs: dict[str, Any]) -> None:
+    (only,) = decided([offer("o", **theirs)], [])
+    assert isinstance(only, Refuse)
+    assert "b is configured for 2 members: a, b, and the owner" in only.reason
+
+
+def test_a_service_has_no_part_in_anything() -> None:
+    service = Members("p", (), 2, owner=True, service=True)
+    assert decide([offer("o", members=(), close=CLOSE)], [], us=service, started=0) == []
 
 
 def test_a_generation_of_one_file_is_one_members() -> None:
