@@ -158,6 +158,7 @@ class Collector:
             count=1 if alone else settings.count,
             foreign=True,
             wish=wish.attempt,
+            again=wish.again,
         )
         # In one transaction: a save of our own may have begun since the wishes were read.
         await self._journal.write(lambda txn: _grant(txn, record))
@@ -186,7 +187,7 @@ class Collector:
             found = None if member in reports else await self._writes.hop(self._writes.store.get, key)
             if found is not None:
                 reports[member] = decode(found[1], MemberReport, key)
-                self._wishes.granted(reports[member].save)
+                self._wishes.granted(attempt.run, reports[member].save)
 
     async def _judge(self, attempt: AttemptRecord) -> None:
         reports = self._reports[attempt.attempt]

@@ -95,10 +95,13 @@ class Member:
         if seen is not None:
             await self._learn(run, seen, late=not record.looked and not new)
             await self._hear(run)
+            await self._give_up(run)
             await self._decide(run)
             await self._answers.answer(run, self._absent_since)
             await self._answers.test(run, seen)
             await self._answers.conclude(run, seen)
+        else:
+            await self._give_up(run)
         await self._want(run)
         if not record.looked or seq != record.seq:
             await self._journal.write(partial(joined.looked, run, seq))
@@ -200,12 +203,25 @@ class Member:
 
     # joining
 
+    async def _give_up(self, run: str) -> None:
+        """End the saves whose name was written again before they found an attempt (joining.superseded)."""
+        if self._settings.count == 1:
+            return
+        offers, saves = joined.shared(self._journal, run), joined.saves(self._journal, run)
+        for generation in {save.generation for save in saves if _waits(save)}:
+            same = [save for save in saves if save.generation == generation]
+            undecided = [one for one in offers if one.generation == generation and joined.undecided(one)]
+            over = joining.superseded(same, undecided, self._started)
+            for save in same:
+                if save.attempt in over:
+                    await self._journal.write(partial(joined.abandon, save, joining.WRITTEN_AGAIN))
+
     async def _decide(self, run: str) -> None:
         """Decide which saves belong to the attempts that this member has no part in yet (joining.py)."""
         saves, member = joined.saves(self._journal, run), self._settings.member
         offers: dict[str, list[SharedRecord]] = {}
         for record in joined.shared(self._journal, run):
-            if not record.local and record.report is None and not record.refused:
+            if joined.undecided(record):
                 offers.setdefault(record.generation, []).append(record)
         for generation, group in offers.items():
             same = [save for save in saves if save.generation == generation]
@@ -266,6 +282,7 @@ def _shared(opened: Open | AttemptRecord, seen: Seen, *, epoch: int, ordinal: in
         count=opened.count,
         seq=seen.pointer.seq,
         wish=opened.wish,
+        again=opened.again,
     )
 
 

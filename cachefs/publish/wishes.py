@@ -4,8 +4,10 @@ has found none. They stay in the bucket: they outlive the owner, and what they w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
+
+import msgspec
 
 from cachefs.errors import CorruptError
 from cachefs.formats.codec import decode
@@ -13,7 +15,7 @@ from cachefs.formats.manifest import MemberReport, Wanted
 from cachefs.formats.records import AttemptRecord
 from cachefs.journal import Journal
 from cachefs.publish import joined
-from cachefs.publish.joining import attempt_for
+from cachefs.publish.joining import again, attempt_for
 from cachefs.publish.promotion import Listed
 from cachefs.publish.writes import Writes
 from cachefs.restore.reader import Seen
@@ -43,6 +45,7 @@ class OwnWishes:
         self._looks[run] = {save.attempt: self.looks(run, save.attempt) + 1 for save in lonely}
         for save in lonely:
             if self.looks(run, save.attempt) > 1 and save.attempt not in self._asked:
+                same = [one for one in joined.saves(self._journal, run) if one.generation == save.generation]
                 wanted = Wanted(
                     run=run,
                     generation=save.generation,
@@ -50,6 +53,8 @@ class OwnWishes:
                     member=self._member,
                     kind=save.kind,
                     step=save.step,
+                    serial=save.serial,
+                    again=again(save, same),
                 )
                 await self._writes.create(self._writes.keys.wanted(run, save.attempt), wanted, _equal)
                 self._asked.add(save.attempt)
@@ -63,13 +68,14 @@ class OthersWishes:
         self._journal = journal
         self._writes = writes
         self._listed = Listed(writes)
-        self._wishes: dict[str, Wanted] = {}
-        self._served: set[str] = set()
-        """Saves that are part of an attempt, or were: what they wished for is granted."""
+        self._wishes: dict[str, dict[str, Wanted]] = {}
+        """By run and key: the wishes that are there, read once."""
+        self._served: dict[str, set[str]] = {}
+        """By run: saves that are part of an attempt, or were: what they wished for is granted."""
 
-    def granted(self, save: str) -> None:
+    def granted(self, run: str, save: str) -> None:
         """Note that a save is part of an attempt: what it was wished for has come."""
-        self._served.add(save)
+        self._served.setdefault(run, set()).add(save)
 
     async def due(self, run: str, seen: Seen | None) -> dict[str, Wanted]:
         """Return one wish for each generation of which nothing is open, unless it was granted before; `seen` is the
@@ -77,21 +83,23 @@ class OthersWishes:
         """
         keys = self._writes.keys
         listing = await self._writes.hop(self._writes.store.list, keys.wanted(run))
-        waiting = [key for key in listing.keys if keys.name_of(key) not in self._served]
+        found = {key: self._wishes.get(run, {}).get(key) or await self._read(run, key) for key in listing.keys}
+        self._wishes[run] = {key: wish for key, wish in found.items() if wish is not None}
+        served = self._served[run] = self._served.get(run, set()) & {keys.name_of(key) for key in found}
+        waiting = [wish for wish in first_due(self._wishes[run].values()) if wish.attempt not in served]
         if not waiting:
             return {}
         with self._journal.read() as txn:
             busy = {one.generation for one in txn.attempts.scan() if one.run == run and not one.state.final}
         due: dict[str, Wanted] = {}
-        for key in waiting:
-            wish = self._wishes.get(key) or await self._read(run, key)
-            if wish is None or wish.generation in busy or wish.generation in due:
+        for wish in waiting:
+            if wish.generation in busy or wish.generation in due:
                 continue
             granted = attempt_for(wish.attempt)
             with self._journal.read() as txn:
                 over = txn.attempts.get(granted) is not None
             if over or (seen is not None and await self._is_granted(wish, seen)):
-                self.granted(wish.attempt)  # by an earlier owner, or long ago
+                served.add(wish.attempt)  # by an earlier owner, or long ago
             else:
                 due[wish.generation] = wish
         return due
@@ -116,9 +124,23 @@ class OthersWishes:
         wish = decode(found[1], Wanted, key)
         if wish.run != run or key != self._writes.keys.wanted(run, wish.attempt):
             raise CorruptError(f"{key} is a wish for another attempt", hint="remove that object's version")
-        self._wishes[key] = wish
         return wish
 
 
 def _equal(theirs: Wanted, ours: Wanted) -> bool:
-    return theirs == ours
+    return msgspec.structs.replace(theirs, again=ours.again) == ours  # the save before may have found its attempt
+
+
+def first_due(wishes: Collection[Wanted]) -> list[Wanted]:
+    """Return the wishes that may be granted, in the order in which attempts for them are opened: by step, for one that
+    is opened after a later step would be refused for its older one. Pure.
+
+    A member that wishes for two saves of a name has written it again: the older one is over. So is, most likely, what
+    others wish for that have not yet begun to write it again.
+    """
+    newest: dict[tuple[str, str], Wanted] = {}
+    for wish in wishes:
+        last = newest.setdefault((wish.member, wish.generation), wish)
+        if last.serial < wish.serial:
+            newest[wish.member, wish.generation] = wish
+    return sorted(newest.values(), key=lambda wish: (wish.step, not wish.again, wish.attempt))
