@@ -110,7 +110,8 @@ def unlike(offer: SharedRecord, saves: Sequence[AttemptRecord], us: Members) -> 
     """
     if offer.kind == "file" or us.service:
         return ""
-    if not us.declared(offer.members) and not _free(saves):
+    asked = any(offer.wish == save.attempt for save in saves)
+    if not us.declared(offer.members) and not asked and not _free(saves):
         return ""
     if offer.count == us.count and set(offer.members) == set(us.names):
         return ""

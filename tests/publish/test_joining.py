@@ -153,6 +153,8 @@ def test_a_member_whose_save_has_another_attempt_does_not_claim_to_have_none() -
 def test_attempts_of_other_members_are_none_of_its_business_before_it_has_a_save_of_that_name() -> None:
     others = offer("o", members=("a", "c"))
     assert decided([others], []) == decided([others], [save(1, State.PUBLISHED, opened_epoch=1)]) == []
+    wished = offer("o", members=("a", "c"), wish="s1")
+    assert isinstance(decided([wished], [save(1, State.ABANDONED)])[0], Refuse), "nobody else will answer"
     (only,) = decided([others], [save(1)])
     assert only == Refuse(
         "o", "b is configured for 2 members: a, b, and the owner of the attempt for 2 members: a, c", ("s1",)
