@@ -221,7 +221,12 @@ class Collector:
                 "size": sum(shard.pin.size for report in reports.values() for shard in report.shards),
             }
         await self._journal.write(lambda txn: update(txn, attempt.attempt, **changes))
+        self._forget(attempt.attempt)
         self._changed()
+
+    def _forget(self, attempt: str) -> None:
+        self._reports.pop(attempt, None)
+        self._since.pop(attempt, None)
 
     # the end
 
@@ -246,8 +251,7 @@ class Collector:
         except FencedError:
             await self._ownership.check(run)
         for attempt in over:
-            self._reports.pop(attempt.attempt, None)
-            self._since.pop(attempt.attempt, None)
+            self._forget(attempt.attempt)
 
 
 def verdict(attempt: AttemptRecord, reports: dict[str, MemberReport]) -> tuple[str, str]:

@@ -80,7 +80,7 @@ class Member:
         self._closes: dict[str, Close] = {}
         """Close records of attempts that this daemon opened."""
         self._absent_since: dict[str, float] = {}
-        self._wishes = OwnWishes(journal, writes, settings.member)
+        self._wishes = OwnWishes(journal, writes, settings)
 
     async def look(self, run: str, *, new: bool = False) -> Seen | None:
         """Look at a run once and do what follows; return its pointer. `new` says that the run did not exist when this
@@ -123,8 +123,10 @@ class Member:
                 await self._journal.write(partial(joined.join, Join(entry.attempt, entry.attempt)))
         for save in joined.saves(self._journal, run):  # granted, and ended before this member looked again
             granted = joining.attempt_for(save.attempt)
-            lonely = self._wishes.looks(run, save.attempt) > 2 and granted not in known
-            if lonely and granted in await self._listed.ever(run, seen):
+            if granted in known or not self._wishes.due(run, save.attempt):
+                continue
+            opened = await self._small(self._writes.keys.open(run, granted), Open)
+            if opened is not None and granted in await self._listed.ever(run, seen):
                 await self._take_up(run, granted, seen, late=False)
         await self._take_back(run, seen)
 
@@ -188,6 +190,8 @@ class Member:
                 if close is not None:
                     self._closes[save.attempt] = close
                 self._ask(save.attempt, save, close)
+            elif save.state.final:
+                self._closes.pop(save.attempt, None)
 
     async def _closed(self, run: str, attempt: str, save: AttemptRecord | None) -> Close | None:
         """Return the close record of an attempt; when our own save is closed, there is one afterwards."""

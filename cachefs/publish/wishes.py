@@ -8,6 +8,7 @@ from collections.abc import Collection, Sequence
 from functools import partial
 
 import msgspec
+import trio
 
 from cachefs.errors import CorruptError
 from cachefs.formats.codec import decode
@@ -17,6 +18,7 @@ from cachefs.journal import Journal
 from cachefs.publish import joined
 from cachefs.publish.joining import again, attempt_for
 from cachefs.publish.promotion import Listed
+from cachefs.publish.settings import Settings
 from cachefs.publish.writes import Writes
 from cachefs.restore.reader import Seen
 
@@ -24,41 +26,66 @@ WANTED = "waits for an owner of the run to open it"
 """What a save of this member waits for, as the status shows it."""
 
 
+ASK = 2
+"""Looks without an attempt before a member asks for one."""
+OTHERS = 2.0
+"""Polls that members wait beyond that, but for the first of them: mostly it has asked for them all."""
+AGAIN = 20
+"""Looks from one question after what became of a wish to the next."""
+
+
+class _Lonely(msgspec.Struct):
+    """A save that has found no attempt at so many looks in a row, and at which of them its member asks next."""
+
+    since: float
+    looks: int = 0
+    ask: int = ASK
+
+
 class OwnWishes:
     """What this member wishes for, on a daemon that is not the owner."""
 
-    def __init__(self, journal: Journal, writes: Writes, member: str) -> None:
+    def __init__(self, journal: Journal, writes: Writes, settings: Settings) -> None:
         self._journal = journal
         self._writes = writes
-        self._member = member
-        self._looks: dict[str, dict[str, int]] = {}
-        self._asked: set[str] = set()
+        self._member = settings.member
+        first = not settings.names or settings.member == settings.names[0]
+        self._patience = 0.0 if first else OTHERS * settings.poll
+        self._lonely: dict[str, dict[str, _Lonely]] = {}
+        """By run and save."""
 
-    def looks(self, run: str, save: str) -> int:
-        """Return at how many looks in a row a save has found no attempt."""
-        return self._looks.get(run, {}).get(save, 0)
+    def due(self, run: str, save: str) -> bool:
+        """Return whether to ask at this look if an attempt was opened for a save, and has ended unseen."""
+        lonely = self._lonely.get(run, {}).get(save)
+        return lonely is not None and lonely.looks % AGAIN == ASK + 1
 
     async def ask(self, run: str, lonely: Sequence[AttemptRecord]) -> None:
-        """Count a look at which these saves found no attempt; ask for one where it was not the first. Raises the
-        store's errors.
+        """Count a look at which these saves found no attempt; ask for one where there were some before, and again when
+        the wish is gone: garbage collection takes old ones. Raises the store's errors.
         """
-        self._looks[run] = {save.attempt: self.looks(run, save.attempt) + 1 for save in lonely}
+        now, before = trio.current_time(), self._lonely.get(run, {})
+        self._lonely[run] = {save.attempt: before.get(save.attempt) or _Lonely(now) for save in lonely}
         for save in lonely:
-            if self.looks(run, save.attempt) > 1 and save.attempt not in self._asked:
-                same = [one for one in joined.saves(self._journal, run) if one.generation == save.generation]
-                wanted = Wanted(
-                    run=run,
-                    generation=save.generation,
-                    attempt=save.attempt,
-                    member=self._member,
-                    kind=save.kind,
-                    step=save.step,
-                    serial=save.serial,
-                    again=again(save, same),
-                )
-                await self._writes.create(self._writes.keys.wanted(run, save.attempt), wanted, _equal)
-                self._asked.add(save.attempt)
-                await self._journal.write(partial(joined.show, save.attempt, WANTED))
+            one = self._lonely[run][save.attempt]
+            one.looks += 1
+            if one.looks >= one.ask and now - one.since >= self._patience:
+                await self._wish(run, save)
+                one.ask = one.looks + AGAIN
+
+    async def _wish(self, run: str, save: AttemptRecord) -> None:
+        same = [one for one in joined.saves(self._journal, run) if one.generation == save.generation]
+        wanted = Wanted(
+            run=run,
+            generation=save.generation,
+            attempt=save.attempt,
+            member=self._member,
+            kind=save.kind,
+            step=save.step,
+            serial=save.serial,
+            again=again(save, same),
+        )
+        await self._writes.create(self._writes.keys.wanted(run, save.attempt), wanted, _equal)
+        await self._journal.write(partial(joined.show, save.attempt, WANTED))
 
 
 class OthersWishes:
