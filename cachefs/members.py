@@ -16,7 +16,7 @@ import msgspec
 
 from cachefs.errors import InvalidError
 
-Owner = Literal["auto", "yes", "no"]
+Owner = Literal["auto", "yes", "no", "service"]
 
 MOST: Final = 100_000
 """Most members of a run; the parallelism of a Kubernetes indexed Job has the same limit."""
@@ -33,13 +33,19 @@ _OWNER_HINT: Final = "give --owner yes on exactly one node, and --owner no on al
 
 class Members(msgspec.Struct, frozen=True):
     """`name`: this node. `names`: all members in order, empty when only their number is known. `count`: how many must
-    report. `owner`: whether this daemon opens attempts, seals and promotes; it need not be a member itself.
+    report. `owner`: whether this daemon opens attempts, seals and promotes. `service`: it is an owner that is no
+    member, and never reports.
     """
 
     name: str
     names: tuple[str, ...]
     count: int
     owner: bool
+    service: bool = False
+
+    def declared(self, members: Sequence[str]) -> bool:
+        """Return whether an attempt that declares these members, none for any, waits for a report of this one."""
+        return not self.service and (not members or self.name in members)
 
 
 class _Launched(msgspec.Struct, frozen=True):
@@ -59,6 +65,8 @@ def resolve(member: str | None, members: str | None, owner: Owner, env: Mapping[
     InvalidError when they do not fit together, or leave open who the owner is.
     """
     name = member or hostname
+    if owner == "service":
+        return _service(name, members)
     if members is None or (members == "1" and owner == "auto"):
         return Members(name, (name,), 1, owner != "no")
     if not members.isdecimal() and members != "auto":
@@ -75,6 +83,11 @@ def resolve(member: str | None, members: str | None, owner: Owner, env: Mapping[
         return _indexed(launched, wanted, member, owner)
     if owner == "auto":
         raise InvalidError(f"members = {members}, but nothing says which of them this node is", hint=_OWNER_HINT)
+    if owner == "yes" and member is None:  # a service that took itself for a member would count as one
+        raise InvalidError(
+            f"members = {members} and owner = yes, but nothing says whether this node is one of the {members}",
+            hint="give --member NAME if it is; --owner service if it is not, and only publishes what the others save",
+        )
     return Members(name, (), wanted, owner == "yes")
 
 
@@ -89,7 +102,22 @@ def canonical(found: Members) -> tuple[str, str | None, Owner]:
     """Return `member`, `members` and `owner` that say the same without the launcher's variables."""
     alone = found.names == (found.name,)
     members = None if alone else ",".join(found.names) or str(found.count)
-    return found.name, members, "yes" if found.owner else "no"
+    return found.name, members, "service" if found.service else "yes" if found.owner else "no"
+
+
+def _service(name: str, members: str | None) -> Members:
+    if members in (None, "auto", "1"):
+        raise InvalidError(
+            "owner = service, but nothing says who the members are",
+            hint="give their names, members = node-a,node-b, or as many as there are, members = N, as on their nodes",
+        )
+    names = () if members.isdecimal() else expand(members)
+    if name in names:
+        raise InvalidError(
+            f"owner = service, but this node, {name}, is one of the members {_some(names)}",
+            hint="give the service another name with --member; a member that owns the runs needs --owner yes",
+        )
+    return Members(name, names, len(names) or _count(members, "members"), owner=True, service=True)
 
 
 def _listed(names: tuple[str, ...], member: str | None, owner: Owner, hostname: str) -> Members:
@@ -97,10 +125,11 @@ def _listed(names: tuple[str, ...], member: str | None, owner: Owner, hostname: 
     if found is None and owner != "yes":
         raise InvalidError(
             f"this node, {member or hostname}, is not one of the members {_some(names)}",
-            hint="give its name among them with --member; a node that only owns the runs needs --owner yes",
+            hint="give its name among them with --member; a node that only owns the runs needs --owner service",
         )
     name = found or member or hostname
-    return Members(name, names, len(names), name == names[0] if owner == "auto" else owner == "yes")
+    owns = name == names[0] if owner == "auto" else owner == "yes"
+    return Members(name, names, len(names), owns, service=found is None)
 
 
 def _indexed(launched: _Launched, wanted: int, member: str | None, owner: Owner) -> Members:

@@ -59,6 +59,7 @@ def publish_settings(config: Config, ranges: bool) -> PublishSettings:
         names=members.names,
         count=members.count,
         owner=members.owner,
+        service=members.service,
         poll=config.pointer_poll,
         absent_after=config.member_settle,
         deadline=config.member_deadline,

@@ -35,8 +35,17 @@ def test_a_list_finds_this_node_by_its_whole_or_short_name():
 
 
 def test_an_owner_need_not_be_a_member():
-    assert found("a,b", owner="yes") == Members("gpu07.cluster", ("a", "b"), 2, owner=True)
-    assert found("a", owner="yes", member="service") == Members("service", ("a",), 1, owner=True)
+    assert found("a,b", owner="yes") == Members("gpu07.cluster", ("a", "b"), 2, owner=True, service=True)
+    assert found("a,b", owner="service") == found("a,b", owner="yes")
+    assert found("a", owner="yes", member="p") == Members("p", ("a",), 1, owner=True, service=True)
+    assert found("3", owner="service") == Members("gpu07.cluster", (), 3, owner=True, service=True)
+    assert found("3", owner="service", JOB_COMPLETION_INDEX="1") == found("3", owner="service"), "a pod beside the job"
+
+
+@pytest.mark.parametrize("members", [None, "1", "auto", "a,gpu07.cluster"])
+def test_a_service_is_told_who_the_members_are_and_is_none_of_them(members):
+    with pytest.raises(InvalidError, match="owner = service, but"):
+        found(members, owner="service")
 
 
 @pytest.mark.parametrize("host", ["gpu07", "gpu07.cluster"])
@@ -84,11 +93,18 @@ def test_slurm_is_asked_first_and_torchrun_before_kubernetes():
 
 
 def test_a_number_alone_needs_to_be_told_the_owner():
-    assert found("3", owner="yes") == Members("gpu07.cluster", (), 3, owner=True)
+    assert found("3", owner="yes", member="me") == Members("me", (), 3, owner=True)
     assert found("3", owner="no", member="me") == Members("me", (), 3, owner=False)
     with pytest.raises(InvalidError, match="nothing says which of them this node is") as caught:
         found("3")
     assert caught.value.hint == "give --owner yes on exactly one node, and --owner no on all others"
+
+
+def test_an_owner_of_a_number_of_members_says_whether_it_is_one():
+    """A service that took itself for a member would say that it has nothing, and be counted in a member's place."""
+    with pytest.raises(InvalidError, match="nothing says whether this node is one of the 3") as caught:
+        found("3", owner="yes")
+    assert "--owner service" in caught.value.hint
 
 
 @pytest.mark.parametrize(
@@ -134,7 +150,7 @@ ENVS = st.fixed_dictionaries(
 @given(
     member=st.none() | NAMES,
     members=st.none() | st.sampled_from(["auto", "1", "2", "n1,n2", "solo"]) | NAMES,
-    owner=st.sampled_from(["auto", "yes", "no"]),
+    owner=st.sampled_from(["auto", "yes", "no", "service"]),
     env=ENVS,
     host=st.sampled_from(["n1", "n2", "solo", "7", "2.domain"]),
 )

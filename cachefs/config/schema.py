@@ -50,9 +50,13 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         ]
         | None
     ) = None
-    owner: Annotated[Owner, _text("whether this node opens and publishes saves; `auto`: the first member does")] = (
-        "auto"
-    )
+    owner: Annotated[
+        Owner,
+        _text(
+            "whether this node opens and publishes saves; `auto`: the first member does; `service`: it does, and is no "
+            "member"
+        ),
+    ] = "auto"
     publish: Annotated[bool, _text("flush, seal, test and publish; `false` keeps everything local")] = True
     presets: Annotated[tuple[str, ...], Meta(description="names of the generation presets in use", min_length=1)] = (
         "auto",

@@ -75,7 +75,8 @@ class Open(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`open.json`: the owner announces an attempt. `ordinal` counts the attempts that `epoch` opened in this run.
 
     `count` members must report; `members` are their names, empty when only the number is known. `wish` is the save of a
-    member that asked for the attempt.
+    member that asked for the attempt. `again`: the member that asked, or else the owner, has had a save of this name
+    just before that found no attempt; such a save is not part of this one on any member.
     """
 
     run: str
@@ -90,6 +91,7 @@ class Open(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kind: Literal["directory", "file"]
     opened_at: str
     wish: str = ""
+    again: bool = False
     format: Literal[1] = FORMAT
 
 
@@ -228,7 +230,7 @@ class Abandoned(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class Wanted(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`wanted/<attempt>.json`: a member has a save for which the owner has opened no attempt. `attempt` is the
-    member's own id of it.
+    member's own id of it, `serial` the order of its saves, `again` as in the open record.
     """
 
     run: str
@@ -237,6 +239,8 @@ class Wanted(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     member: str
     kind: Literal["directory", "file"]
     step: int
+    serial: int = 0
+    again: bool = False
     format: Literal[1] = FORMAT
 
 

@@ -62,10 +62,11 @@ class AttemptRecord(msgspec.Struct, frozen=True):
     on or was abandoned. `strength` is that of the signal.
 
     `shared` is the id under which another daemon opened the attempt, or ours for it: "" until this member has joined
-    one, and always in what this daemon opens. `foreign` marks an attempt that this daemon owns and of which nothing is
-    in its mount, `wish` the save of the member that asked for it. `count` members must report, `members` are their
-    names (empty: only the number is known), `complete` says that all have. `rewritten`: one of its files was written a
-    second time before it was closed, so that its bytes may be those of a later save of the name.
+    one, or has refused one with this save (then without `opened_epoch`), and always in what this daemon opens.
+    `foreign` marks an attempt that this daemon owns and of which nothing is in its mount, `wish` the save of the member
+    that asked for it, `again` as in its open record. `count` members must report, `members` are their names (empty:
+    only the number is known), `complete` says that all have. `rewritten`: one of its files was written a second time
+    before it was closed, so that its bytes may be those of a later save of the name.
 
     `boot` is the boot of the machine in which it was opened ("": not known, and so another one): its files are known to
     be on the disk only in that boot, or once it is `staged`.
@@ -102,6 +103,7 @@ class AttemptRecord(msgspec.Struct, frozen=True):
     shared: str = ""
     foreign: bool = False
     wish: str = ""
+    again: bool = False
     members: tuple[str, ...] = ()
     count: int = 1
     complete: bool = False
@@ -135,6 +137,7 @@ class SharedRecord(msgspec.Struct, frozen=True):
     count: int
     seq: int
     wish: str = ""
+    again: bool = False
     late: bool = False
     waiting: tuple[str, ...] = ()
     local: str = ""

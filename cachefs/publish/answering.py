@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from functools import partial
+from typing import TypeVar
 
 import msgspec
 import structlog
@@ -12,8 +13,8 @@ import trio
 
 from cachefs.errors import CachefsError, CorruptError
 from cachefs.formats.codec import decode
-from cachefs.formats.manifest import Abandoned, Manifest, Pin
-from cachefs.formats.pointer import Pointer
+from cachefs.formats.manifest import Abandoned, Manifest, MemberReport, Pin
+from cachefs.formats.pointer import Pointer, Published
 from cachefs.formats.records import AttemptRecord, SharedRecord, State
 from cachefs.journal import Journal
 from cachefs.publish import joined, rules, sealing
@@ -23,8 +24,9 @@ from cachefs.publish.settings import Confirm, Settings
 from cachefs.publish.sharing import read_share
 from cachefs.publish.steps import forget_shards
 from cachefs.publish.writes import Writes, pin_of
-from cachefs.restore.reader import Seen
+from cachefs.restore.reader import Seen, read_pinned
 
+T = TypeVar("T", bound=msgspec.Struct)
 _log = structlog.get_logger(__name__)
 
 
@@ -49,6 +51,8 @@ class Answers:
         self._confirm = confirm
         self._problems = problems
         self._testing: set[tuple[str, int]] = set()
+        self._sealed: dict[str, tuple[Pin, Manifest]] = {}
+        """By attempt: the manifest of which this member has read its share last."""
 
     async def answer(self, run: str, absent_since: Mapping[str, float]) -> None:
         """Report in the order of the attempts: a later one that is complete first would be promoted first, and have
@@ -58,7 +62,7 @@ class Answers:
         """
         saves = {save.attempt: save for save in joined.saves(self._journal, run)}
         for record in joined.shared(self._journal, run):
-            if record.report is not None or not self._expected(record):
+            if record.report is not None or not (self._expected(record) or record.refused):
                 continue
             save = saves.get(record.local)
             refused = record.refused
@@ -77,7 +81,7 @@ class Answers:
                 break
 
     def _expected(self, record: SharedRecord) -> bool:
-        return not record.members or self._settings.member in record.members
+        return self._settings.membership.declared(record.members)
 
     def _is_absent(self, since: float | None) -> bool:
         return since is not None and trio.current_time() - since >= self._settings.absent_after
@@ -94,12 +98,12 @@ class Answers:
             ours = sealing.empty_report(record, error=error, **who)
         try:
             _, pin = await self._writes.create(key, ours, sealing.same_report)
-        except CorruptError:  # an earlier daemon of this name has answered, and its answer stands
+        except CorruptError as other:  # an earlier daemon of this name has answered, and its answer stands
             found = await self._writes.read(self._writes.store.get, key)
             if found is None:
                 raise
             pin = pin_of(found[0], hashlib.sha256(found[1]).hexdigest())
-            error = f"an earlier daemon of member {settings.member} has answered for this attempt"
+            error = f"an earlier daemon of member {settings.member} has answered for this attempt: {other}"
             if save is not None:
                 await self._journal.write(partial(joined.abandon, save, error))
         answered = msgspec.structs.replace(record, report=pin, refused=error)
@@ -123,6 +127,7 @@ class Answers:
             if found is not None and manifest is not None:
                 pin = pin_of(found[0], hashlib.sha256(found[1]).hexdigest())
                 self._testing.add((record.attempt, epoch))
+                self._sealed[record.attempt] = pin, manifest
                 self._nursery.start_soon(self._test_share, record, manifest, pin)
 
     async def _test_share(self, record: SharedRecord, manifest: Manifest, pin: Pin) -> None:
@@ -150,6 +155,9 @@ class Answers:
             reason = ""
             if published is None or published.attempt != record.attempt:
                 published, reason = None, await self._why(record, last)
+            elif record.local and (reason := await self._missing(record, published)):
+                published = None
+            self._sealed.pop(record.attempt, None)
             await self._journal.write(partial(joined.ended, record, published, reason))
             await self._journal.write(lambda txn: forget_shards(txn, run))
 
@@ -163,3 +171,24 @@ class Answers:
             return decode(found[1], Abandoned, key).reason
         except CorruptError as error:
             return f"its owner has ended it; why cannot be read: {error}"
+
+    async def _missing(self, record: SharedRecord, published: Published) -> str:
+        """Return why what was published does not hold this member's save, "" if it does (I19): the set may have been
+        complete without it, or hold the answer of an earlier daemon of this name.
+        """
+        member = self._settings.member
+        pin, manifest = self._sealed.get(record.attempt, (None, None))
+        try:
+            if manifest is None or pin != published.manifest:
+                manifest = await self._pinned(published.manifest, Manifest)
+            reports = [entry.pin for entry in manifest.members if entry.member == member]
+            if reports and reports[0] == record.report and not record.refused:
+                return ""
+            if reports and (await self._pinned(reports[0], MemberReport)).save == record.local:
+                return ""  # answered by a process that could not record it
+        except CorruptError as error:
+            return f"it was published, and whether with the files of this member cannot be told: {error}"
+        return f"it was published without the files of this member, {member}"
+
+    async def _pinned(self, pin: Pin, kind: type[T]) -> T:
+        return decode(await self._writes.hop(read_pinned, self._writes.store, pin), kind, pin.key)

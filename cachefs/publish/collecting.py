@@ -171,6 +171,7 @@ class Collector:
             count=1 if alone else settings.count,
             foreign=True,
             wish=wish.attempt,
+            again=wish.again,
         )
         # In one transaction: a save of our own may have begun since the wishes were read.
         await self._journal.write(lambda txn: _grant(txn, record))
@@ -205,7 +206,7 @@ class Collector:
                 await self._confirm(error)
                 self._unreadable[attempt.attempt] = f"the report of member {member} cannot be read: {error}"
             else:
-                self._wishes.granted(reports[member].save)
+                self._wishes.granted(attempt.run, reports[member].save)
 
     async def _judge(self, attempt: AttemptRecord, seen: Seen | None) -> None:
         reports = self._reports[attempt.attempt]
@@ -258,7 +259,13 @@ class Collector:
                 "size": sum(shard.pin.size for report in reports.values() for shard in report.shards),
             }
         await self._journal.write(lambda txn: update(txn, attempt.attempt, **changes))
+        self._forget(attempt.attempt)
         self._changed()
+
+    def _forget(self, attempt: str) -> None:
+        self._reports.pop(attempt, None)
+        self._unreadable.pop(attempt, None)
+        self._since.pop(attempt, None)
 
     # the end
 
@@ -302,9 +309,7 @@ class Collector:
         except FencedError:
             await self._ownership.check(run)
         for attempt in over:
-            self._reports.pop(attempt.attempt, None)
-            self._unreadable.pop(attempt.attempt, None)
-            self._since.pop(attempt.attempt, None)
+            self._forget(attempt.attempt)
 
 
 def verdict(attempt: AttemptRecord, reports: dict[str, MemberReport]) -> tuple[str, str]:

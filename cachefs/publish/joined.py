@@ -32,6 +32,11 @@ def saves(journal: Journal, run: str) -> Sequence[AttemptRecord]:
     return sorted(found, key=lambda save: save.serial)
 
 
+def undecided(record: SharedRecord) -> bool:
+    """Return whether this member still has to find out if it has a part in an attempt."""
+    return not record.local and record.report is None and not record.refused
+
+
 def looked(run: str, seq: int, txn: Txn) -> None:
     """Record a look at a run, and the pointer that it saw."""
     record = txn.runs.get(run) or RunRecord(run)
@@ -69,7 +74,7 @@ def refuse(decision: Refuse, txn: Txn) -> None:
     if record is not None:
         txn.shared.put(decision.shared, msgspec.structs.replace(record, refused=decision.reason))
     for save in decision.locals:
-        update(txn, save, state=State.ABANDONED, error=decision.reason)
+        update(txn, save, state=State.ABANDONED, error=decision.reason, shared=decision.shared)
 
 
 def show(attempt: str, why: str, txn: Txn) -> None:

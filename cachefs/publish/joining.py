@@ -10,12 +10,19 @@ and the name until the daemon starts again; a wrong guess would publish a mixtur
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import msgspec
 
 from cachefs.formats.manifest import Manifest, Shard
 from cachefs.formats.records import AttemptRecord, SharedRecord, State
+from cachefs.members import Members
+
+WRITTEN_AGAIN = "superseded: the name was written again before an owner had opened this save"
+ONE_OF_TWO = (
+    "this name was written twice before an owner had opened it, on this member or on the one that asked for the "
+    "attempt: which time it is for cannot be told"
+)
 
 
 class Join(msgspec.Struct, frozen=True):
@@ -43,19 +50,24 @@ Decision = Join | Refuse | Absent
 
 
 def decide(
-    offers: Sequence[SharedRecord], saves: Sequence[AttemptRecord], *, member: str, started: int
+    offers: Sequence[SharedRecord], saves: Sequence[AttemptRecord], *, us: Members, started: int
 ) -> list[Decision]:
     """Decide about one generation's attempts that have no part of this member yet (`offers`), in the order they were
     opened.
 
-    `saves` are this member's saves of the generation, `started` is the serial of its newest save when the daemon
-    started: training starts again with the daemon, so no save from before goes on. Nothing is decided about an offer
-    that is open and for which there is no save.
+    `saves` are this member's saves of the generation, `us` is how it is configured, `started` is the serial of its
+    newest save when the daemon started: training starts again with the daemon, so no save from before goes on. Nothing
+    is decided about an offer that is open and for which there is no save.
     """
-    offers = [offer for offer in offers if not offer.members or member in offer.members]
+    apart = [(offer, reason) for offer in offers if (reason := unlike(offer, saves, us))]
+    if apart:
+        return [Refuse(offer.attempt, reason, _concerned(offer, saves, us)) for offer, reason in apart]
+    offers = [offer for offer in offers if us.declared(offer.members)]
     if offers and (doubt := doubtful(saves, started)) is not None:
-        waiting = tuple(save.attempt for save in saves if save.opened_epoch is None and not save.state.final)
-        return [Refuse(offer.attempt, doubts(doubt), waiting) for offer in offers]
+        return [Refuse(offer.attempt, doubts(doubt), _free(saves)) for offer in offers]
+    waiting = _free(saves)
+    if len(waiting) > 1 and any(offer.wish in waiting for offer in offers):  # others may have the later part only
+        return [Refuse(offer.attempt, _untold(len(waiting), len(offers)), waiting) for offer in offers]
     asked = {save.attempt: save for save in saves}
     # Popped: an attempt for the same save a second time finds it taken.
     decided: list[Decision] = [_granted(offer, asked.pop(offer.wish)) for offer in offers if offer.wish in asked]
@@ -74,21 +86,92 @@ def decide(
     offers = [offer for offer in offers if offer not in late]
     if not offers:
         return decided
-    gone = {save.attempt for save in saves if save.opened_epoch is None and save.state.final}
     if not free:
-        lost = [offer for offer in offers if gone & set(offer.waiting)]
+        lost = [offer for offer in offers if _lost(offer, saves)]
         decided += [Refuse(offer.attempt, "the save that may have belonged to it was abandoned") for offer in lost]
         offers = [offer for offer in offers if offer not in lost]
         if (doubt := doubtful(saves, 0)) is not None:  # however old: this member had a part in some save of the name
             return decided + [Refuse(offer.attempt, doubts(doubt)) for offer in offers if offer.close is not None]
         return decided + _without(offers, saves)
-    if len(offers) == 1 and len(free) == 1 and not gone & set(offers[0].waiting):
+    if len(offers) == 1 and len(free) == 1 and not _lost(offers[0], saves):
+        if offers[0].again != again(free[0], saves, granted):
+            return [*decided, Refuse(offers[0].attempt, ONE_OF_TWO, (free[0].attempt,))]
         return [*decided, _in_order(Join(offers[0].attempt, free[0].attempt), offers, saves)]
-    reason = (
-        f"{len(free)} saves and {len(offers)} attempts of this name are waiting: which belong together cannot be told"
-    )
     waiting = tuple(save.attempt for save in free)
-    return decided + [Refuse(offer.attempt, reason, waiting) for offer in offers]
+    return decided + [Refuse(offer.attempt, _untold(len(free), len(offers)), waiting) for offer in offers]
+
+
+def unlike(offer: SharedRecord, saves: Sequence[AttemptRecord], us: Members) -> str:
+    """Return why this member, as it is configured, can have no part in an attempt, though the attempt waits for it or
+    it has a save of that name; "" if it can.
+
+    Who declares other members counts another set complete: this member's files would be missing from it, or be there
+    in place of another's. A generation that is one file is one member's, and no other one's business.
+    """
+    if offer.kind == "file" or us.service:
+        return ""
+    asked = any(offer.wish == save.attempt for save in saves)
+    if not us.declared(offer.members) and not asked and not _free(saves):
+        return ""
+    if offer.count == us.count and set(offer.members) == set(us.names):
+        return ""
+    theirs, ours = _declared(offer.members, offer.count), _declared(us.names, us.count)
+    return f"{us.name} is configured for {ours}, and the owner of the attempt for {theirs}"
+
+
+def _concerned(offer: SharedRecord, saves: Sequence[AttemptRecord], us: Members) -> tuple[str, ...]:
+    """Return the saves that may be part of an attempt of members unlike ours: none where it does not declare us, as
+    that of a job on other nodes whose run we go on with.
+    """
+    return _free(saves) if us.declared(offer.members) else tuple(one for one in _free(saves) if one == offer.wish)
+
+
+def _declared(names: Sequence[str], count: int) -> str:
+    shown = (
+        f": {', '.join(sorted(names)[:8])}{', ...' if count > 8 else ''}" if names else ", whose names it was not told"
+    )
+    return f"{count} members{shown}"
+
+
+def _free(saves: Sequence[AttemptRecord]) -> tuple[str, ...]:
+    """Return the saves that are part of no attempt yet."""
+    return tuple(save.attempt for save in saves if save.opened_epoch is None and not save.state.final)
+
+
+def again(save: AttemptRecord, saves: Sequence[AttemptRecord], granted: Collection[str] = ()) -> bool:
+    """Return whether the save of this name that this member had just before found no attempt.
+
+    Then an attempt may be opened for either. Members that agree in this have written the name equally often since they
+    last agreed: both parts are of the first time, or both of the second. One that was refused counts as found, for the
+    others have heard of it; so members that disagreed once agree again. `granted` are saves that find theirs now.
+    """
+    before = max((one for one in saves if one.serial < save.serial), key=lambda one: one.serial, default=None)
+    found = before is None or before.opened_epoch is not None or before.shared or before.attempt in granted
+    return not found
+
+
+def superseded(saves: Sequence[AttemptRecord], offers: Sequence[SharedRecord], started: int) -> set[str]:
+    """Return the saves of a name that found no attempt, and never will.
+
+    Either a later one has found its attempt. Or the save is from before the daemon started, and the training, which
+    started again as well, has written the name again, on this member or, as an attempt says, on another: so each member
+    offers only what was written last, and the two times are not mixed.
+    """
+    free = [save for save in saves if save.attempt in _free(saves)]
+    opened = max((save.serial for save in saves if save.opened_epoch is not None), default=0)
+    over = {save.attempt for save in free if save.serial < opened}
+    old = [save for save in free if save.serial <= started and save.kind != "file"]
+    if any(save.serial > started for save in saves):
+        over |= {save.attempt for save in old}
+    elif any(offer.again for offer in offers):
+        over |= {save.attempt for save in old if not again(save, saves)}
+    return over
+
+
+def _lost(offer: SharedRecord, saves: Sequence[AttemptRecord]) -> bool:
+    """Return whether a save is over that waited when the attempt was found, and may have been its part."""
+    gone = [save for save in saves if save.opened_epoch is None and save.state.final]
+    return any(save.attempt in offer.waiting and again(save, saves) == offer.again for save in gone)
 
 
 def doubtful(saves: Sequence[AttemptRecord], started: int) -> AttemptRecord | None:
@@ -128,6 +211,10 @@ def _in_order(join: Decision, offers: Sequence[SharedRecord], saves: Sequence[At
             reason = "saves of this name and attempts were opened in different orders"
             return Refuse(offer.attempt, reason, () if save.state.final else (save.attempt,))
     return join
+
+
+def _untold(saves: int, attempts: int) -> str:
+    return f"{saves} saves and {attempts} attempts of this name are waiting: which belong together cannot be told"
 
 
 def _granted(offer: SharedRecord, save: AttemptRecord) -> Decision:

@@ -85,7 +85,7 @@ class Member:
         self._closes: dict[str, Close] = {}
         """Close records of attempts that this daemon opened."""
         self._absent_since: dict[str, float] = {}
-        self._wishes = OwnWishes(journal, writes, settings.member)
+        self._wishes = OwnWishes(journal, writes, settings)
 
     async def look(self, run: str, *, new: bool = False) -> Seen | None:
         """Look at a run once and do what follows; return its pointer. `new` says that the run did not exist when this
@@ -101,10 +101,13 @@ class Member:
         if seen is not None:
             complete = await self._learn(run, seen, late=not record.looked and not new)
             await self._hear(run)
+            await self._give_up(run)
             await self._decide(run)
             await self._answers.answer(run, self._absent_since)
             await self._answers.test(run, seen)
             await self._answers.conclude(run, seen)
+        else:
+            await self._give_up(run)
         await self._want(run)
         if complete and (not record.looked or seq != record.seq):
             await self._journal.write(partial(joined.looked, run, seq))
@@ -135,8 +138,10 @@ class Member:
                 await self._journal.write(partial(joined.join, Join(entry.attempt, entry.attempt)))
         for save in joined.saves(self._journal, run):  # granted, and ended before this member looked again
             granted = joining.attempt_for(save.attempt)
-            lonely = self._wishes.looks(run, save.attempt) > 2 and granted not in known
-            if lonely and granted in await self._listed.ever(run, seen):
+            if granted in known or not self._wishes.due(run, save.attempt):
+                continue
+            opened = await self._small(self._writes.keys.open(run, granted), Open)
+            if opened is not None and granted in await self._listed.ever(run, seen):
                 await self._take_up(run, granted, seen, late=False)
         await self._take_back(run, seen)
         return complete
@@ -228,6 +233,8 @@ class Member:
                 if close is not None:
                     self._closes[save.attempt] = close
                 self._ask(save.attempt, save, close)
+            elif save.state.final:
+                self._closes.pop(save.attempt, None)
 
     async def _closed(self, run: str, attempt: str, save: AttemptRecord | None) -> Close | None:
         """Return the close record of an attempt; when our own save is closed, there is one afterwards."""
@@ -243,19 +250,32 @@ class Member:
 
     # joining
 
+    async def _give_up(self, run: str) -> None:
+        """End the saves whose name was written again before they found an attempt (joining.superseded)."""
+        if self._settings.count == 1:
+            return
+        offers, saves = joined.shared(self._journal, run), joined.saves(self._journal, run)
+        for generation in {save.generation for save in saves if _waits(save)}:
+            same = [save for save in saves if save.generation == generation]
+            undecided = [one for one in offers if one.generation == generation and joined.undecided(one)]
+            over = joining.superseded(same, undecided, self._started)
+            for save in same:
+                if save.attempt in over:
+                    await self._journal.write(partial(joined.abandon, save, joining.WRITTEN_AGAIN))
+
     async def _decide(self, run: str) -> None:
         """Decide which saves belong to the attempts that this member has no part in yet (joining.py)."""
         saves, member = joined.saves(self._journal, run), self._settings.member
         offers: dict[str, list[SharedRecord]] = {}
         for record in joined.shared(self._journal, run):
-            if not record.local and record.report is None and not record.refused:
+            if joined.undecided(record):
                 offers.setdefault(record.generation, []).append(record)
         for generation, group in offers.items():
             same = [save for save in saves if save.generation == generation]
             for save in same:
                 if save.opened_epoch is None and (reason := joining.unwanted(group, save, member)):
                     await self._journal.write(partial(joined.abandon, save, reason))
-            decisions = joining.decide(group, same, member=member, started=self._started)
+            decisions = joining.decide(group, same, us=self._settings.membership, started=self._started)
             absent = {one.shared for one in decisions if isinstance(one, Absent)}
             for record in group:
                 if record.attempt in absent:
@@ -309,6 +329,7 @@ def _shared(opened: Open | AttemptRecord, seen: Seen, *, epoch: int, ordinal: in
         count=opened.count,
         seq=seen.pointer.seq,
         wish=opened.wish,
+        again=opened.again,
     )
 
 

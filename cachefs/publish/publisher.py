@@ -13,9 +13,10 @@ import trio
 
 from cachefs.errors import CachefsError, FencedError, StagingError
 from cachefs.formats.keys import Keys
-from cachefs.formats.records import AttemptRecord, SharedRecord, State
+from cachefs.formats.records import AttemptRecord, State
 from cachefs.journal import Journal, Txn
 from cachefs.publish import rules
+from cachefs.publish.joined import undecided
 from cachefs.publish.ownership import Ownership
 from cachefs.publish.sealing import Completeness, no_checks
 from cachefs.publish.settings import Confirm, Settings, sure
@@ -214,7 +215,7 @@ class Publisher:
         member = self._settings.member
         unfinished = self._unfinished(run)
         foreign = [one for one in unfinished if one.foreign and (not one.members or member in one.members)]
-        open_yet = [one for one in foreign if one.attempt not in seen or _is_undecided(seen[one.attempt])]
+        open_yet = [one for one in foreign if one.attempt not in seen or undecided(seen[one.attempt])]
         return {attempt.generation for attempt in open_yet}
 
     def _tell(self, attempt: str) -> None:
@@ -222,10 +223,6 @@ class Publisher:
             record = txn.attempts.get(attempt)
         if record is not None:
             self._changed(record)
-
-
-def _is_undecided(record: SharedRecord) -> bool:
-    return not record.local and not record.refused and record.report is None
 
 
 def _failed(txn: Txn, attempt: str, error: str) -> None:

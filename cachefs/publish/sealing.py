@@ -56,7 +56,7 @@ def rfc3339(seconds: float) -> str:
 
 
 def opening(
-    attempt: AttemptRecord, *, epoch: int, ordinal: int, owner: str, members: Sequence[str], count: int
+    attempt: AttemptRecord, *, epoch: int, ordinal: int, owner: str, members: Sequence[str], count: int, again: bool
 ) -> Open:
     """Return `open.json`: the set of members whose reports the manifest will need is fixed here (I16), or their number
     when their names are not known.
@@ -74,6 +74,7 @@ def opening(
         kind=attempt.kind,
         opened_at=rfc3339(attempt.opened_at),
         wish=attempt.wish,
+        again=again,
     )
 
 

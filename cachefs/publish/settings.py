@@ -8,6 +8,7 @@ from typing import Literal
 import msgspec
 
 from cachefs.formats.records import AttemptRecord
+from cachefs.members import Members
 from cachefs.publish.loading import Load
 
 Confirm = Callable[[Exception], Awaitable[None]]
@@ -22,7 +23,8 @@ class Settings(msgspec.Struct, frozen=True):
     """How this daemon publishes. `level` of the restore test; `tick` in seconds; `ranges`: whether the store honours
     ranges of a version (the probe says so); `publish` False: open and flush only.
 
-    `count` members must report, `names` are theirs where they are known; the `owner` opens, seals and promotes.
+    `count` members must report, `names` are theirs where they are known; the `owner` opens, seals and promotes;
+    a `service` is an owner that has no part in any save, and never reports.
     Seconds: `poll` between two looks at what other members do, while nothing is open; `absent_after` is how long a
     member without files of a closed save waits before it says so; `deadline` is the longest wait for the members'
     reports.
@@ -34,6 +36,7 @@ class Settings(msgspec.Struct, frozen=True):
     names: tuple[str, ...] = ()
     count: int = 1
     owner: bool = True
+    service: bool = False
     poll: float = 15.0
     absent_after: float = 10.0
     deadline: float = 3600.0
@@ -44,6 +47,11 @@ class Settings(msgspec.Struct, frozen=True):
     publish: bool = True
     load: Load | None = None
     """For the level `load`, which is `bytes` and then this."""
+
+    @property
+    def membership(self) -> Members:
+        """Return who takes part."""
+        return Members(self.member, self.names, self.count, self.owner, self.service)
 
     @property
     def bytes_level(self) -> Literal["checksum", "bytes"]:

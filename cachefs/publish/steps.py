@@ -80,9 +80,19 @@ class Steps:
             doubt = joining.doubtful(same, self._started)
             if doubt is not None:
                 raise Unpublishable(joining.doubts(doubt))
+            if attempt.attempt in joining.superseded(same, (), self._started):
+                raise Unpublishable(joining.WRITTEN_AGAIN)
         names, count = expected(attempt, self._settings)
+        if self._settings.service and not attempt.foreign and count > 1:
+            raise Unpublishable("this node publishes what the members save, and is none of them")
         ours = sealing.opening(
-            attempt, epoch=epoch, ordinal=record.ordinal + 1, owner=self._who.owner, members=names, count=count
+            attempt,
+            epoch=epoch,
+            ordinal=record.ordinal + 1,
+            owner=self._who.owner,
+            members=names,
+            count=count,
+            again=attempt.again if attempt.foreign else joining.again(attempt, same),
         )
         key = writes.keys.open(attempt.run, attempt.attempt)
         with _condemns("open.json"):

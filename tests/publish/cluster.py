@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -249,3 +250,13 @@ def records(node: Node) -> list[AttemptRecord]:
 def has(node: Node, generation: str) -> bool:
     """Return whether a node has a record of a generation."""
     return any(one.generation == generation for one in records(node))
+
+
+def shards(cluster: Cluster) -> dict[str, str]:
+    """Return who wrote which file of the newest published generation."""
+    manifest = next(iter(cluster.nodes.values())).manifest()
+    return {path: shard.member for shard in manifest.shards for path in shard.paths}
+
+
+Clusters = Callable[..., AbstractAsyncContextManager[Cluster]]
+"""Makes a cluster over a store, a memory store by default."""

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
 from inspect import iscoroutinefunction
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import trio
 from trio.testing import MockClock
 
 from cachefs.store.base import ObjectStore
+from tests.publish.cluster import Cluster, Clusters
 from tests.publish.stage import Member, memory
 
 
@@ -36,3 +38,19 @@ def members(tmp_path: Path) -> Iterator[Callable[..., Member]]:
     yield make
     for member in made:
         member.close()
+
+
+@pytest.fixture
+def clusters(tmp_path: Path) -> Clusters:
+    """Make clusters; their nodes live until the block ends."""
+
+    @asynccontextmanager
+    async def make(store: ObjectStore | None = None) -> AsyncIterator[Cluster]:
+        async with trio.open_nursery() as nursery:
+            cluster = Cluster(tmp_path, store or memory(), nursery)
+            yield cluster
+            nursery.cancel_scope.cancel()
+        for node in cluster.nodes.values():
+            node.close()
+
+    return make

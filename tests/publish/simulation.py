@@ -253,8 +253,7 @@ class World:
         self.owner = "promoter" if self.promoter else self.members[0]
         self.nodes: dict[str, SimNode] = {}
         self.paused: dict[str, trio.Event] = {}
-        self.deaths = self.lives = self.disks_lost = 0
-        self._lives: dict[str, int] = {}
+        self.deaths = self.disks_lost = 0
         self.network: Network
         self.nursery: trio.Nursery
         self._restarting = 0
@@ -309,7 +308,6 @@ class World:
         if node.down:
             return
         node.down = True
-        self.lives += mount
         self.disks_lost += lose_disk
         self._restarting += 1
         while node.scope is None:  # noqa: ASYNC110
@@ -323,21 +321,10 @@ class World:
         self._restarting -= 1
         await self.start(name, None if mount else node)
 
-    async def ready(self, generation: str) -> None:
-        """Return when the mounts of all members are there; a training that has started again takes its time, so when
-        what was closed under the name has ended.
-        """
+    async def ready(self) -> None:
+        """Return when the mounts of all members are there."""
         while any(self.nodes[name].down for name in self.members):  # noqa: ASYNC110
             await trio.sleep(1.0)
-        if self._lives.get(generation, self.lives) != self.lives:
-            with trio.move_on_after(10 * 60.0):
-                while self._open_yet(generation) or any(self.nodes[name].down for name in self.members):  # noqa: ASYNC110
-                    await trio.sleep(1.0)
-        self._lives[generation] = self.lives
-
-    def _open_yet(self, generation: str) -> list[AttemptRecord]:
-        found = [record for node in self.nodes.values() for record in records(node) if record.generation == generation]
-        return [one for one in found if not one.state.final and (one.closed_at is not None or one.foreign)]
 
     # what happens
 

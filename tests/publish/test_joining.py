@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 
 from cachefs.formats.manifest import Close, Manifest, Order, Pin, ReportPin, Shard
 from cachefs.formats.records import AttemptRecord, SharedRecord, State
-from cachefs.publish.joining import Absent, Join, Refuse, decide, shares, unwanted
+from cachefs.members import Members
+from cachefs.publish.joining import Absent, Join, Refuse, again, decide, shares, superseded, unwanted
 
+US = Members("b", ("a", "b"), 2, owner=False)
 CLOSE = Close("r", "g", "o", "a", "auto", "marker", "A", "")
 
 
@@ -27,7 +29,7 @@ def save(serial: int, state: State = State.OPEN, **fields: Any) -> AttemptRecord
 
 
 def decided(offers: list[SharedRecord], saves: list[AttemptRecord], *, started: int = 0) -> Any:
-    return decide(offers, saves, member="b", started=started)
+    return decide(offers, saves, us=US, started=started)
 
 
 def test_one_save_and_one_attempt() -> None:
@@ -47,7 +49,8 @@ def test_a_save_that_was_abandoned_without_an_attempt_may_be_any_attempts_part()
         (only,) = decided([offer("o")], saves)
         assert isinstance(only, Refuse)
         assert "abandoned (torn)" in only.reason
-    assert decided([offer("o")], [torn, save(5)], started=4) == [Join("o", "s5")], "the training has started again"
+    second = offer("o", again=True)
+    assert decided([second], [torn, save(5)], started=4) == [Join("o", "s5")], "the training has started again"
     (only,) = decided([offer("o", close=CLOSE)], [torn], started=4)
     assert isinstance(only, Refuse), "but it had a part in some save of the name"
 
@@ -67,6 +70,38 @@ def test_a_save_that_waited_when_the_attempt_was_found_is_a_candidate() -> None:
     """Also when the training has started again since, and writes the name a second time."""
     (only,) = decided([offer("o", waiting=("s1",))], [save(1, State.ABANDONED), save(2)], started=1)
     assert isinstance(only, Refuse)
+
+
+@pytest.mark.parametrize("theirs", [False, True])
+@pytest.mark.parametrize("ours", [False, True])
+def test_members_join_what_all_of_them_wrote_for_the_first_time_or_all_again(theirs: bool, ours: bool) -> None:
+    """A save that found no attempt before this one: the attempt may be for either, unless the others say the same."""
+    earlier = save(1, State.ABANDONED, **({} if ours else {"opened_epoch": 1, "ordinal": 0}))
+    (only,) = decided([offer("o", again=theirs)], [earlier, save(2)], started=1)
+    if theirs == ours:
+        assert only == Join("o", "s2")
+    else:
+        assert isinstance(only, Refuse)
+        assert only.locals == ("s2",)
+
+
+def test_members_that_disagreed_once_agree_again() -> None:
+    refused = save(2, State.ABANDONED, shared="o")
+    assert again(save(3), [save(1, State.ABANDONED), refused, save(3)]) is False
+    assert again(save(2), [save(1, State.ABANDONED), save(2)]) is True
+    assert again(save(1), [save(1), save(2)]) is False
+
+
+def test_what_the_training_has_written_again_is_over() -> None:
+    """Only a save from before the daemon started: one training may write a name twice."""
+    old, new = save(1, State.STAGED), save(2)
+    assert superseded([old, new], [], 1) == {"s1"}
+    assert superseded([old, new], [], 0) == superseded([old], [offer("o")], 1) == set()
+    assert superseded([save(1, opened_epoch=1), new], [], 1) == set(), "it has an attempt"
+    assert superseded([old], [offer("o", again=True)], 1) == {"s1"}, "another member has begun the next one"
+    assert superseded([old, save(2, opened_epoch=1)], [], 0) == {"s1"}, "a later one was opened: never in its turn"
+    one = {"kind": "file"}
+    assert superseded([save(1, **one), save(2, **one)], [], 1) == set()
 
 
 def test_joins_keep_the_order_of_the_saves() -> None:
@@ -101,11 +136,11 @@ def test_an_attempt_that_was_closed_before_this_daemon_was_there() -> None:
 
 
 def test_an_attempt_that_was_opened_for_a_save() -> None:
-    """The wish tells which save is meant, whatever else there is."""
-    saves = [save(1), save(2)]
-    assert decided([offer("o", wish="s1")], saves) == [Join("o", "s1")]
+    """The wish tells which save is meant; but others may have no other part than the next one."""
+    assert decided([offer("o", wish="s1")], [save(1)]) == [Join("o", "s1")]
     assert isinstance(decided([offer("o", wish="s1")], [save(1, State.ABANDONED)])[0], Refuse)
-    assert decided([offer("o", wish="s1"), offer("p")], saves) == [Join("o", "s1"), Join("p", "s2")]
+    both = decided([offer("o", wish="s1"), offer("p")], [save(1), save(2)])
+    assert [(one.shared, one.locals) for one in both] == [("o", ("s1", "s2")), ("p", ("s1", "s2"))]
 
 
 def test_a_member_whose_save_has_another_attempt_does_not_claim_to_have_none() -> None:
@@ -115,8 +150,28 @@ def test_a_member_whose_save_has_another_attempt_does_not_claim_to_have_none() -
     assert decided([offer("o")], [busy]) == []
 
 
-def test_attempts_of_other_members_are_none_of_its_business() -> None:
-    assert decided([offer("o", members=("a", "c"))], [save(1)]) == []
+def test_attempts_of_other_members_are_none_of_its_business_before_it_has_a_save_of_that_name() -> None:
+    others = offer("o", members=("a", "c"))
+    assert decided([others], []) == decided([others], [save(1, State.PUBLISHED, opened_epoch=1)]) == []
+    wished = offer("o", members=("a", "c"), wish="s1")
+    assert isinstance(decided([wished], [save(1, State.ABANDONED)])[0], Refuse), "nobody else will answer"
+    (only,) = decided([others], [save(1)])
+    assert only == Refuse("o", "b is configured for 2 members: a, b, and the owner of the attempt for 2 members: a, c")
+    (mine,) = decided([wished], [save(1)])
+    assert isinstance(mine, Refuse)
+    assert mine.locals == ("s1",), "opened for this save, and not for this member"
+
+
+@pytest.mark.parametrize("theirs", [{"members": (), "count": 2}, {"members": ("a", "b", "c"), "count": 3}])
+def test_a_member_that_is_configured_otherwise_than_the_owner_refuses(theirs: dict[str, Any]) -> None:
+    (only,) = decided([offer("o", **theirs)], [])
+    assert isinstance(only, Refuse)
+    assert "b is configured for 2 members: a, b, and the owner" in only.reason
+
+
+def test_a_service_has_no_part_in_anything() -> None:
+    service = Members("p", (), 2, owner=True, service=True)
+    assert decide([offer("o", members=(), close=CLOSE)], [], us=service, started=0) == []
 
 
 def test_a_generation_of_one_file_is_one_members() -> None:

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from pathlib import Path
-
 import pytest
 import trio
 
@@ -14,36 +10,14 @@ from cachefs.formats.manifest import Shard
 from cachefs.formats.pointer import Pointer
 from cachefs.formats.records import State
 from cachefs.restore.reader import versions
-from cachefs.store.base import ObjectStore
 from tests.conftest import DeclaredWarnings
-from tests.publish.cluster import Cluster, Node, records
+from tests.publish.cluster import Cluster, Clusters, Node, records, shards
 from tests.publish.stage import RUN, memory
 from tests.store.faults import FaultyStore, Rule, ends, lost_request, refused, rules
 
-Clusters = Callable[..., AbstractAsyncContextManager[Cluster]]
 A = {"a.bin": b"of member a, quite long"}
 B = {"b.bin": b"of member b"}
 C = {"c.bin": b"of member c"}
-
-
-@pytest.fixture
-def clusters(tmp_path: Path) -> Clusters:
-    @asynccontextmanager
-    async def make(store: ObjectStore | None = None) -> AsyncIterator[Cluster]:
-        async with trio.open_nursery() as nursery:
-            cluster = Cluster(tmp_path, store or memory(), nursery)
-            yield cluster
-            nursery.cancel_scope.cancel()
-        for node in cluster.nodes.values():
-            node.close()
-
-    return make
-
-
-def shards(cluster: Cluster) -> dict[str, str]:
-    """Return who wrote which file of the newest published generation."""
-    manifest = next(iter(cluster.nodes.values())).manifest()
-    return {path: shard.member for shard in manifest.shards for path in shard.paths}
 
 
 def newest(cluster: Cluster) -> tuple[Shard, ...]:

@@ -13,6 +13,7 @@ HYPOTHESIS_PROFILE=long draws 1,500 worlds, other ones each time, and makes a ba
 from __future__ import annotations
 
 import os
+import random
 from dataclasses import replace
 
 import pytest
@@ -64,6 +65,22 @@ def both(name: str, *, gap: float, markers: tuple[int, int] = (0, 0), files: int
     return first, replace(first, step=2, marker=markers[1], gap=gap)
 
 
+def crashed(seed: int) -> Scenario:
+    """Return a world in which the owner is away while the training dies, starts again, and writes a name again."""
+    chance = random.Random(seed)
+    first = Save("step-2", 2, (0, 1), chance.randrange(2), 6.0, 1)
+    gaps = (chance.choice((0.0, 1.0, 5.0, 20.0)) for _ in range(2))
+    saves = (first, *(replace(first, marker=chance.randrange(2), gap=gap, files=chance.randint(1, 2)) for gap in gaps))
+    at = chance.uniform(4.0, 14.0)
+    events = [
+        Event(chance.uniform(3.0, 7.0), "node", 2, chance.choice((20.0, 40.0, 60.0, 90.0))),
+        Event(at, "node", 0, chance.uniform(1.0, 5.0)),
+        Event(at + chance.uniform(0.0, 2.0), "node", 1, chance.uniform(1.0, 5.0)),
+    ]
+    events += [Event(at + chance.uniform(5.0, 40.0), "node", node, 3.0) for node in (0, 1) if chance.random() < 0.5]
+    return Scenario((Save("step-1", 1, (0, 1), 0, 1.0, 1), *saves), tuple(events), members=2, promoter=True, seed=seed)
+
+
 @given(scenarios())
 @settings(
     max_examples=WORLDS,
@@ -83,6 +100,11 @@ def both(name: str, *, gap: float, markers: tuple[int, int] = (0, 0), files: int
 def test_a_world(scenario: Scenario) -> None:
     outcome = simulate(scenario)
     event("every whole save was published" if outcome.published == outcome.whole else "some saves were refused")
+
+
+@pytest.mark.parametrize("seed", range(300 if LONG else 12))
+def test_a_training_that_starts_again_while_the_owner_is_away(seed: int) -> None:
+    simulate(crashed(seed))
 
 
 @pytest.mark.parametrize("scenario", FOUND.values(), ids=FOUND.keys())

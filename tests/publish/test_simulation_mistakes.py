@@ -42,7 +42,7 @@ def seals_without_all_members(patch: pytest.MonkeyPatch) -> None:
 def joins_the_oldest(patch: pytest.MonkeyPatch) -> None:
     """Guesses instead of refusing."""
 
-    def decide(offers: Sequence[Any], saves: Sequence[Any], *, member: str, started: int) -> list[Any]:
+    def decide(offers: Sequence[Any], saves: Sequence[Any], *, us: Any, started: int) -> list[Any]:
         free = [save for save in saves if save.opened_epoch is None and not save.state.final]
         joined = [Join(offer.attempt, save.attempt) for offer, save in zip(offers, free, strict=False)]
         left = offers[len(joined) :]

@@ -135,7 +135,7 @@ async def train(world: World, saves: tuple[Save, ...]) -> None:
     """Make the saves one after the other."""
     for save in saves:
         await trio.sleep(save.gap)
-        await world.ready(save.generation)
+        await world.ready()
         try:
             await make(world, save)
         except Died:
