@@ -178,11 +178,20 @@ def test_a_pinned_file_is_written_while_others_hold_it(pinning, mnt_pinned, chan
 
 @pytest.fixture(scope="module", params=["kernel", "python"])
 def pinning(request, tmp_path_factory) -> Iterator[Node]:
-    """A mount that keeps all its saves pinned, since it publishes nothing."""
+    """A mount that keeps all its saves pinned, since its store never answers."""
     root = tmp_path_factory.mktemp(f"pinning-{request.param}")
-    (root / "store").mkdir()
-    options = ("--data-path", request.param, "--no-publish", "--quiet", "0.1", "--settle", "0.1")
-    with node(root, f"file://{root}/store", options=options) as one:
+    options = (
+        "--data-path",
+        request.param,
+        "--endpoint-url",
+        "http://127.0.0.1:1",
+        "--quiet",
+        "0.1",
+        "--settle",
+        "0.1",
+    )
+    environ = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_REGION": "us-east-1"}
+    with node(root, "s3://bucket", options=options, environ=environ) as one:
         yield one
         assert "Traceback" not in one.logged()
 
