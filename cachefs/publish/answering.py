@@ -158,6 +158,8 @@ class Answers:
             elif record.local and (reason := await self._missing(record, published)):
                 published = None
             self._sealed.pop(record.attempt, None)
+            if published is None and not record.local and self._expected(record):
+                await self._journal.write(partial(joined.overtake, run, {record.generation}))
             await self._journal.write(partial(joined.ended, record, published, reason))
             await self._journal.write(lambda txn: forget_shards(txn, run))
 

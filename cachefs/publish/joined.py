@@ -4,13 +4,14 @@ record again.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import msgspec
 
 from cachefs.formats.pointer import Published
 from cachefs.formats.records import AttemptRecord, RunRecord, SharedRecord, State
 from cachefs.journal import Journal, Txn
+from cachefs.publish import joining
 from cachefs.publish.joining import Join, Refuse
 from cachefs.publish.steps import record_published, update
 
@@ -101,6 +102,13 @@ def ended(record: SharedRecord, published: Published | None, reason: str, txn: T
         record_published(txn, record.local, published)
     elif record.local:
         update(txn, record.local, state=State.ABANDONED, error=reason)
+
+
+def overtake(run: str, ended: Collection[str], txn: Txn) -> None:
+    """End the saves that an attempt of their name may have needed, which has ended."""
+    saves = [save for save in txn.attempts.scan() if save.run == run and not save.foreign]
+    for save in joining.overtaken(saves, ended):
+        update(txn, save.attempt, state=State.ABANDONED, error=joining.OVERTAKEN)
 
 
 def tested(attempt: str, epoch: int, txn: Txn) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Sequence
+from typing import Final
 
 import msgspec
 
@@ -237,12 +238,26 @@ def _without(offers: Sequence[SharedRecord], saves: Sequence[AttemptRecord]) -> 
     return [Refuse(offer.attempt, reason) if reason else Absent(offer.attempt) for offer in closed]
 
 
+def overtaken(saves: Sequence[AttemptRecord], ended: Collection[str]) -> list[AttemptRecord]:
+    """Return the saves that wait while an attempt of their name has ended without a part of this member (`ended`: the
+    generations of such attempts). Each may have been that part, although no attempt knows it; in a later attempt of the
+    name it could meet the next save of other members.
+    """
+    return [one for one in saves if one.generation in ended and one.opened_epoch is None and not one.state.final]
+
+
 def unwanted(offers: Sequence[SharedRecord], save: AttemptRecord, member: str) -> str:
     """Return why a save can belong to no attempt, "" if it may: a generation that is one file is one member's."""
     for offer in offers:
         if save.kind == "file" and offer.kind == "file" and offer.members and member not in offer.members:
             return f"the generation {save.generation} is the file of member {', '.join(offer.members)}"
     return ""
+
+
+OVERTAKEN: Final = (
+    "an attempt of this name ended before this save was joined to one: it may have been a part of that one"
+)
+"""Why a save that was overtaken is abandoned."""
 
 
 def attempt_for(save: str) -> str:

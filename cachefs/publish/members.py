@@ -99,6 +99,7 @@ class Member:
             raise UnavailableError(f"the pointer of run {run!r} reads older than it was: seq {seq} after {record.seq}")
         complete = True
         if seen is not None:
+            await self._miss(run, seen, record.seq)
             complete = await self._learn(run, seen, late=not record.looked and not new)
             await self._hear(run)
             await self._give_up(run)
@@ -145,6 +146,33 @@ class Member:
                 await self._take_up(run, granted, seen, late=False)
         await self._take_back(run, seen)
         return complete
+
+    async def _miss(self, run: str, seen: Seen, since: int) -> None:
+        """End the saves that wait and may have been part of an attempt that came and went since the last look, which
+        saw the pointer `since`. Reads the versions between, if any save waits.
+        """
+        waiting = {save.generation for save in joined.saves(self._journal, run) if _waits(save)}
+        if not waiting:
+            return
+        passed: dict[str, str] = {}
+        published: set[str] = set()
+        at: Seen | None = seen
+        while at is not None and at.pointer.seq > since:
+            passed.update({one.attempt: one.generation for one in at.pointer.open if one.generation in waiting})
+            if at.pointer.published is not None:
+                published.add(at.pointer.published.attempt)
+            prev = at.pointer.prev
+            at = await self._writes.before(run, at) if prev is not None and prev.seq > since else None
+        listed = {one.attempt for one in seen.pointer.open}
+        with self._journal.read() as txn:
+            known = {one.attempt for one in txn.shared.scan()} | {one.attempt for one in txn.attempts.scan()}
+        ended: set[str] = set()
+        for attempt in passed.keys() - listed - known - published:
+            opened = await self._small(self._writes.keys.open(run, attempt), Open)
+            if opened is not None and self._settings.membership.declared(opened.members):
+                ended.add(opened.generation)
+        if ended:
+            await self._journal.write(partial(joined.overtake, run, ended))
 
     async def _take_up(self, run: str, attempt: str, seen: Seen, *, late: bool) -> bool:
         """Make a record of an attempt; return whether there is one."""

@@ -246,4 +246,24 @@ FOUND: dict[str, Scenario] = {
         events=(Event(9.0, "cut", 0, 6.0), Event(9.5, "owner", 1)),
         seed=1,
     ),
+    "a save that one member had closed while the attempt for it ended without that member met the next one": Scenario(
+        saves=(
+            Save(generation="step-3", step=3, writers=(0, 1, 2), marker=2, gap=1.0, files=1),
+            Save(generation="step-3", step=3, writers=(0, 1, 2), marker=1, gap=20.0, files=1),
+            Save(generation="last", step=3, writers=(0, 1, 2, 3), marker=1, gap=0.0, files=1),
+            Save(generation="last", step=4, writers=(0, 1, 2, 3), marker=1, gap=1.0, files=1),
+            Save(generation="last", step=5, writers=(0, 1, 2, 3), marker=1, gap=1.0, files=2),
+        ),
+        events=(
+            Event(at=29.311936308702034, what="engine", node=0, seconds=3.0),
+            Event(at=47.869724809931206, what="engine", node=0, seconds=3.0),
+            Event(at=2.225073858507203e-309, what="clock", node=0, seconds=3.0),
+            Event(at=5e-324, what="cut", node=2, seconds=20.0),
+        ),
+        rates=Rates(lost=0, unheard=0, held=0, copied=0, refused=0, slow=0, lagging=0.01, crash=0),
+        members=4,
+        named=False,
+        promoter=False,
+        seed=903,
+    ),
 }

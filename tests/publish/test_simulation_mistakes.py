@@ -96,7 +96,7 @@ MISTAKES: list[tuple[Mistake, Scenario, str]] = [
     (counts_silent_members_as_testers, PLAIN, "I5"),
     (promotes_without_reading, PLAIN, "I5"),
     (writes_without_condition, PLAIN, "I2"),
-    (promotes_what_it_lost, OWNERS, "I7"),
+    (promotes_what_it_lost, OWNERS, "I7|no pointer named it"),
 ]
 
 
