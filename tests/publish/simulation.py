@@ -389,7 +389,7 @@ class World:
     async def _operate(self) -> None:
         """Start owners again that are not to own the run, or have lost it, as the operator must."""
         for node in list(self.nodes.values()):
-            if node.settings.owner and (node.name != self.owner or self._fenced(node)):
+            if node.settings.owner and not node.down and (node.name != self.owner or self._fenced(node)):
                 await self._restart(node.name, 1.0, mount=True)
 
     def _fenced(self, node: SimNode) -> bool:
