@@ -154,6 +154,7 @@ class Daemon:
                 nursery.start_soon(self._close_saves)
                 nursery.start_soon(self._mirror_open_files)
                 nursery.start_soon(self._watchdog)
+                nursery.start_soon(self._tell_status)
                 nursery.start_soon(self._announce, ready)
                 await self._session.serve()
                 _log.info("unmounting")
@@ -267,6 +268,11 @@ class Daemon:
             await trio.sleep(interval)
             self._metrics.loop_lag_seconds.set(max(0.0, clock.monotonic() - before - interval))
             notify.watchdog()
+
+    async def _tell_status(self) -> None:
+        """Keep the line up to date that the service manager shows. Not the watchdog: this waits for a thread."""
+        while True:
+            await trio.sleep(5.0)
             notify.status(await self._summary())
 
     async def _watch_signals(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:

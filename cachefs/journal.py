@@ -194,8 +194,6 @@ class Journal:
         self._waiting: list[_Write[Any]] = []
         self._committing = False
         self._changed = trio.Event()
-        self.commits = 0
-        """How many commits were noted: tells a cache whether it is still right."""
 
     def _reserve(self, directory: Path) -> None:
         # Reading a memory map behind the end of a file that was cut short would kill the process: such a file is filled
@@ -269,9 +267,13 @@ class Journal:
             raise write.error
         return write.result
 
+    @property
+    def version(self) -> int:
+        """Return the number of the newest commit, of whatever process: tells a cache whether it is still right."""
+        return int(self._env.info()["last_txnid"])
+
     def note_commit(self) -> None:
         """Wake those who wait for a change; also called when the other process says that it has committed."""
-        self.commits += 1
         self._changed.set()
         self._changed = trio.Event()
 

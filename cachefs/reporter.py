@@ -62,14 +62,14 @@ class Reporter:
         self._read_at = -1
 
     async def read(self, *, anew: bool = False) -> Read:
-        """Return what the journal holds: read in a worker thread, and only if it was written since the last time that
-        this process heard of, or `anew`.
+        """Return what the journal holds: read in a worker thread, and only if it was written since the last time, or
+        `anew`.
         """
-        if anew or self._read_at != self._journal.commits:
-            commits = self._journal.commits
+        version = self._journal.version
+        if anew or self._read_at != version:
             found = await trio.to_thread.run_sync(self._read_journal)
-            if commits >= self._read_at:  # else a later reading was quicker
-                self._read, self._read_at = found, commits
+            if version >= self._read_at:  # else a later reading was quicker
+                self._read, self._read_at = found, version
         return self._read
 
     def _read_journal(self) -> Read:
@@ -141,8 +141,9 @@ class Reporter:
 
     def _newest(self, path: str) -> AttemptRecord | None:
         """Return the newest attempt of the generation a path lies in."""
-        if self._latest_at != self._journal.commits:
-            self._latest_at = self._journal.commits
+        version = self._journal.version
+        if self._latest_at != version:
+            self._latest_at = version
             with self._journal.read() as txn:
                 attempts = sorted(txn.attempts.scan(), key=lambda record: record.serial)
             self._latest = {attempt.path: attempt for attempt in attempts}

@@ -291,7 +291,7 @@ def test_the_service_manager_is_told_what_happens(one):
         stopper = threading.Thread(target=one.stop)
         stopper.start()
         assert any(line == "STATUS=draining" for line in until("STOPPING=1"))
-        until("EXTEND_TIMEOUT_USEC=20000000")
+        until("EXTEND_TIMEOUT_USEC=50000000")  # drain_timeout, and what comes after it
         stopper.join()
 
 

@@ -195,7 +195,9 @@ def _staged(txn: Txn, attempt: AttemptRecord, identities: dict[str, Identity]) -
         shard = txn.shard(attempt.attempt, name)
         if shard is not None:
             txn.put_shard(msgspec.structs.replace(shard, identity=identity))
-    txn.update_attempt(attempt.attempt, state=State.STAGED, staged_at=clock.now(), error="")
+    # What stood there when the staging began is over; what came since is the publisher's, who goes on meanwhile.
+    error = "" if current.error == attempt.error else current.error
+    txn.update_attempt(attempt.attempt, state=State.STAGED, staged_at=clock.now(), error=error)
     return _supersede(txn, attempt)
 
 
