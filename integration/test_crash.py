@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -152,7 +153,8 @@ def test_power_is_cut_before_a_save_is_synced(world: World) -> None:
     one.start()
     files = [one.mnt / "run" / name for name in ("m.tmp", "m.safetensors")]
     files[0].parent.mkdir()
-    os.kill(engine(one), signal.SIGSTOP)
+    stopped = engine(one)
+    os.kill(stopped, signal.SIGSTOP)
     lost = tensors(2 * PART)
     with files[0].open("wb") as file:  # as safetensors does
         file.truncate(len(lost))
@@ -164,6 +166,8 @@ def test_power_is_cut_before_a_save_is_synced(world: World) -> None:
     await_condition(lambda: any(attempt.closed_at is not None for attempt in journaled(one)[0]), "it is closed")
     photograph(place)
     one.kill()
+    with suppress(ProcessLookupError):
+        os.kill(stopped, signal.SIGKILL)
     one.end()
     cut_power(place)
     torn = (one.staging / "tree/run/m.safetensors").read_bytes()
