@@ -61,12 +61,10 @@ class Reporter:
         self._read = Read()
         self._read_at = -1
 
-    async def read(self, *, anew: bool = False) -> Read:
-        """Return what the journal holds: read in a worker thread, and only if it was written since the last time, or
-        `anew`.
-        """
+    async def read(self) -> Read:
+        """Return what the journal holds: read in a worker thread, and only if it was written since the last time."""
         version = self._journal.version
-        if anew or self._read_at != version:
+        if self._read_at != version:
             found = await trio.to_thread.run_sync(self._read_journal)
             if version >= self._read_at:  # else a later reading was quicker
                 self._read, self._read_at = found, version
@@ -76,9 +74,9 @@ class Reporter:
         with self._journal.read() as txn:
             return read(txn)
 
-    async def status(self, *, anew: bool = False) -> Status:
-        """Return the whole status; `anew` as in `read`."""
-        found = await self.read(anew=anew)
+    async def status(self) -> Status:
+        """Return the whole status."""
+        found = await self.read()
         seen = snapshot(found, now=clock.now(), waiting=self._live.open_saves())
         members = self._config.membership
         return Status(
@@ -159,7 +157,7 @@ class Reporter:
         """Carry a request out; raises CachefsError."""
         match request:
             case control.StatusRequest():
-                return await self.status(anew=True)
+                return await self.status()
             case control.WaitRequest(path, state, timeout):
                 _checked(path)
                 if state.rank < 0:

@@ -222,7 +222,7 @@ async def test_a_status_reads_the_journal_off_the_event_loop_and_once_per_commit
     await reporter.read()
     assert len(threads) == 2
     journal.write_now(lambda txn: txn.update_attempt("a", error="by the engine, and not heard of yet"))
-    assert (await reporter.read(anew=True)).attempts[0].error == "by the engine, and not heard of yet"
+    assert (await reporter.read()).attempts[0].error == "by the engine, and not heard of yet"
     assert threading.get_ident() not in threads
 
 

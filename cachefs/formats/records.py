@@ -115,6 +115,11 @@ class AttemptRecord(msgspec.Struct, frozen=True):
         """Return the attempt's id in the bucket."""
         return self.shared or self.attempt
 
+    @property
+    def waits(self) -> bool:
+        """Return whether it has found no attempt in the bucket yet, and may."""
+        return self.opened_epoch is None and not self.state.final
+
 
 class SharedRecord(msgspec.Struct, frozen=True):
     """What this member knows of an attempt that another daemon opened, from `open.json` and its looks at the bucket.

@@ -15,7 +15,7 @@ from cachefs.staging.writers import written
 
 _ASKED = 1000
 """Files that are asked for their writers at a close: on the event loop, at some 10 us each. The others are asked when
-they are pinned, in a thread; one that is written is refused then, and its save abandoned.
+they are pinned, in a thread: one that is written is refused then, and the pinning repeated for a while (effects.py).
 """
 
 

@@ -159,7 +159,7 @@ class Answers:
                 published = None
             self._sealed.pop(record.attempt, None)
             if published is None and not record.local and self._expected(record):
-                await self._journal.write(partial(joined.overtake, run, {record.generation}))
+                await self._journal.write(partial(joined.miss, run, {record.generation}))
             await self._journal.write(partial(joined.ended, record, published, reason))
             await self._journal.write(lambda txn: forget_shards(txn, run))
 

@@ -142,11 +142,10 @@ class Collector:
             )
 
     async def _opened(self, run: str, attempt: str) -> Open:
-        key = self._writes.keys.open(run, attempt)
-        found = await self._writes.hop(self._writes.store.get, key)
-        if found is None:
+        opened = await self._writes.small(self._writes.keys.open(run, attempt), Open)
+        if opened is None:
             raise CorruptError(f"attempt {attempt} of run {run!r} is on the pointer's list without open.json")
-        return decode(found[1], Open, key)
+        return opened
 
     async def _insert(self, record: AttemptRecord) -> None:
         await self._journal.write(lambda txn: _insert(txn, record))

@@ -104,11 +104,11 @@ def ended(record: SharedRecord, published: Published | None, reason: str, txn: T
         update(txn, record.local, state=State.ABANDONED, error=reason)
 
 
-def overtake(run: str, ended: Collection[str], txn: Txn) -> None:
+def miss(run: str, ended: Collection[str], txn: Txn) -> None:
     """End the saves that an attempt of their name may have needed, which has ended."""
     saves = [save for save in txn.attempts.scan() if save.run == run and not save.foreign]
-    for save in joining.overtaken(saves, ended):
-        update(txn, save.attempt, state=State.ABANDONED, error=joining.OVERTAKEN)
+    for save in joining.missed(saves, ended):
+        update(txn, save.attempt, state=State.ABANDONED, error=joining.MISSED)
 
 
 def tested(attempt: str, epoch: int, txn: Txn) -> None:

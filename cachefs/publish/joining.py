@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Sequence
-from typing import Final
 
 import msgspec
 
@@ -20,6 +19,7 @@ from cachefs.formats.records import AttemptRecord, SharedRecord, State
 from cachefs.members import Members
 
 WRITTEN_AGAIN = "superseded: the name was written again before an owner had opened this save"
+MISSED = "an attempt of this name ended before this save was joined to one: it may have been a part of that one"
 ONE_OF_TWO = (
     "this name was written twice before an owner had opened it, on this member or on the one that asked for the "
     "attempt: which time it is for cannot be told"
@@ -76,9 +76,7 @@ def decide(
     decided = [_in_order(one, offers, saves) for one in decided]
     offers = [offer for offer in offers if offer.attempt not in answered]
     granted = {one.local for one in decided if isinstance(one, Join)}
-    free = [
-        save for save in saves if save.opened_epoch is None and save.attempt not in granted and not save.state.final
-    ]
+    free = [save for save in saves if save.waits and save.attempt not in granted]
     late = [offer for offer in offers if offer.late and not any(save.serial <= started for save in free)]
     decided += [
         Refuse(offer.attempt, "it was opened before this daemon was there: what an earlier one wrote is not known here")
@@ -136,7 +134,7 @@ def _declared(names: Sequence[str], count: int) -> str:
 
 def _free(saves: Sequence[AttemptRecord]) -> tuple[str, ...]:
     """Return the saves that are part of no attempt yet."""
-    return tuple(save.attempt for save in saves if save.opened_epoch is None and not save.state.final)
+    return tuple(save.attempt for save in saves if save.waits)
 
 
 def again(save: AttemptRecord, saves: Sequence[AttemptRecord], granted: Collection[str] = ()) -> bool:
@@ -158,7 +156,7 @@ def superseded(saves: Sequence[AttemptRecord], offers: Sequence[SharedRecord], s
     started again as well, has written the name again, on this member or, as an attempt says, on another: so each member
     offers only what was written last, and the two times are not mixed.
     """
-    free = [save for save in saves if save.attempt in _free(saves)]
+    free = [save for save in saves if save.waits]
     opened = max((save.serial for save in saves if save.opened_epoch is not None), default=0)
     over = {save.attempt for save in free if save.serial < opened}
     old = [save for save in free if save.serial <= started and save.kind != "file"]
@@ -220,7 +218,7 @@ def _untold(saves: int, attempts: int) -> str:
 
 def _granted(offer: SharedRecord, save: AttemptRecord) -> Decision:
     """Decide about the attempt that was opened for a save of this member."""
-    if save.opened_epoch is None and not save.state.final:
+    if save.waits:
         return Join(offer.attempt, save.attempt)
     return Refuse(offer.attempt, "the save that it was opened for is over, or belongs to another attempt")
 
@@ -238,12 +236,12 @@ def _without(offers: Sequence[SharedRecord], saves: Sequence[AttemptRecord]) -> 
     return [Refuse(offer.attempt, reason) if reason else Absent(offer.attempt) for offer in closed]
 
 
-def overtaken(saves: Sequence[AttemptRecord], ended: Collection[str]) -> list[AttemptRecord]:
+def missed(saves: Sequence[AttemptRecord], ended: Collection[str]) -> list[AttemptRecord]:
     """Return the saves that wait while an attempt of their name has ended without a part of this member (`ended`: the
     generations of such attempts). Each may have been that part, although no attempt knows it; in a later attempt of the
     name it could meet the next save of other members.
     """
-    return [one for one in saves if one.generation in ended and one.opened_epoch is None and not one.state.final]
+    return [one for one in saves if one.generation in ended and one.waits]
 
 
 def unwanted(offers: Sequence[SharedRecord], save: AttemptRecord, member: str) -> str:
@@ -252,12 +250,6 @@ def unwanted(offers: Sequence[SharedRecord], save: AttemptRecord, member: str) -
         if save.kind == "file" and offer.kind == "file" and offer.members and member not in offer.members:
             return f"the generation {save.generation} is the file of member {', '.join(offer.members)}"
     return ""
-
-
-OVERTAKEN: Final = (
-    "an attempt of this name ended before this save was joined to one: it may have been a part of that one"
-)
-"""Why a save that was overtaken is abandoned."""
 
 
 def attempt_for(save: str) -> str:

@@ -10,14 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import msgspec
 import structlog
 import trio
 
 from cachefs.errors import CorruptError, UnavailableError
-from cachefs.formats.codec import decode
 from cachefs.formats.manifest import Close, Open
 from cachefs.formats.pointer import OpenAttempt
 from cachefs.formats.records import AttemptRecord, RunRecord, SharedRecord
@@ -141,7 +139,7 @@ class Member:
             granted = joining.attempt_for(save.attempt)
             if granted in known or not self._wishes.due(run, save.attempt):
                 continue
-            opened = await self._small(self._writes.keys.open(run, granted), Open)
+            opened = await self._writes.small(self._writes.keys.open(run, granted), Open)
             if opened is not None and granted in await self._listed.ever(run, seen):
                 await self._take_up(run, granted, seen, late=False)
         await self._take_back(run, seen)
@@ -151,7 +149,7 @@ class Member:
         """End the saves that wait and may have been part of an attempt that came and went since the last look, which
         saw the pointer `since`. Reads the versions between, if any save waits.
         """
-        waiting = {save.generation for save in joined.saves(self._journal, run) if _waits(save)}
+        waiting = {save.generation for save in joined.saves(self._journal, run) if save.waits}
         if not waiting:
             return
         passed: dict[str, str] = {}
@@ -168,21 +166,21 @@ class Member:
             known = {one.attempt for one in txn.shared.scan()} | {one.attempt for one in txn.attempts.scan()}
         ended: set[str] = set()
         for attempt in passed.keys() - listed - known - published:
-            opened = await self._small(self._writes.keys.open(run, attempt), Open)
+            opened = await self._writes.small(self._writes.keys.open(run, attempt), Open)
             if opened is not None and self._settings.membership.declared(opened.members):
                 ended.add(opened.generation)
         if ended:
-            await self._journal.write(partial(joined.overtake, run, ended))
+            await self._journal.write(partial(joined.miss, run, ended))
 
     async def _take_up(self, run: str, attempt: str, seen: Seen, *, late: bool) -> bool:
         """Make a record of an attempt; return whether there is one."""
-        opened = await self._small(self._writes.keys.open(run, attempt), Open)
+        opened = await self._writes.small(self._writes.keys.open(run, attempt), Open)
         if opened is None:
             return False
         waiting = [
             save.attempt
             for save in joined.saves(self._journal, run)
-            if save.generation == opened.generation and _waits(save)
+            if save.generation == opened.generation and save.waits
         ]
         record = _shared(opened, seen, epoch=opened.epoch, ordinal=opened.ordinal)
         await self._put(msgspec.structs.replace(record, late=late, waiting=tuple(waiting)))
@@ -224,14 +222,6 @@ class Member:
             await self._put(_shared(save, seen, epoch=save.opened_epoch, ordinal=save.ordinal or 0))
             await self._journal.write(partial(joined.join, Join(save.attempt, save.attempt)))
 
-    async def _small(self, key: str, kind: type[Any]) -> Any:
-        found = await self._writes.hop(self._writes.store.get, key)
-        return None if found is None else decode(found[1], kind, key)
-
-    async def _read_close(self, run: str, attempt: str) -> Close | None:
-        close: Close | None = await self._small(self._writes.keys.close(run, attempt), Close)
-        return close
-
     async def _put(self, record: SharedRecord) -> None:
         await self._journal.write(lambda txn: txn.shared.put(record.attempt, record))
 
@@ -270,7 +260,7 @@ class Member:
             ours = sealing.closing(save, self._settings.member)
             standing, _ = await self._writes.create(self._writes.keys.close(run, attempt), ours, sealing.same_close)
             return standing
-        return await self._read_close(run, attempt)
+        return await self._writes.small(self._writes.keys.close(run, attempt), Close)
 
     def _ask(self, attempt: str, save: AttemptRecord | None, close: Close | None) -> None:
         if close is not None and save is not None and save.closed_at is None and not save.state.final:
@@ -283,7 +273,7 @@ class Member:
         if self._settings.count == 1:
             return
         offers, saves = joined.shared(self._journal, run), joined.saves(self._journal, run)
-        for generation in {save.generation for save in saves if _waits(save)}:
+        for generation in {save.generation for save in saves if save.waits}:
             same = [save for save in saves if save.generation == generation]
             undecided = [one for one in offers if one.generation == generation and joined.undecided(one)]
             over = joining.superseded(same, undecided, self._started)
@@ -329,7 +319,7 @@ class Member:
             for record in joined.shared(self._journal, run)
             if not record.report and not record.refused
         }
-        lonely = [s for s in joined.saves(self._journal, run) if _waits(s) and s.generation not in known]
+        lonely = [s for s in joined.saves(self._journal, run) if s.waits and s.generation not in known]
         for save in lonely:
             if (doubt := self._doubtful(save)) is not None:
                 await self._journal.write(partial(joined.abandon, save, joining.doubts(doubt)))
@@ -359,7 +349,3 @@ def _shared(opened: Open | AttemptRecord, seen: Seen, *, epoch: int, ordinal: in
         wish=opened.wish,
         again=opened.again,
     )
-
-
-def _waits(save: AttemptRecord) -> bool:
-    return save.opened_epoch is None and not save.state.final

@@ -152,11 +152,8 @@ class OthersWishes:
         return False
 
     async def _read(self, run: str, key: str) -> Wanted | None:
-        found = await self._writes.hop(self._writes.store.get, key)
-        if found is None:
-            return None
-        wish = decode(found[1], Wanted, key)
-        if wish.run != run or key != self._writes.keys.wanted(run, wish.attempt):
+        wish = await self._writes.small(key, Wanted)
+        if wish is not None and (wish.run != run or key != self._writes.keys.wanted(run, wish.attempt)):
             raise CorruptError(f"{key} is a wish for another attempt", hint="remove that object's version")
         return wish
 

@@ -220,5 +220,10 @@ class Writes:
                 await self.pause(error, retries)
                 retries += 1
 
+    async def small(self, key: str, kind: type[S]) -> S | None:
+        """Read a format object once; None when there is none. Raises CorruptError, and the store's errors."""
+        found = await self.hop(self.store.get, key)
+        return None if found is None else decode(found[1], kind, key)
+
     def _entries(self, key: str) -> list[str]:
         return [entry.version_id for entry in self.store.list_versions(key) if entry.key == key]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -18,30 +16,15 @@ from cachefs.publish.rollback import rollback
 from cachefs.publish.settings import Settings
 from cachefs.publish.writes import Writes
 from cachefs.restore.reader import locate
-from cachefs.store.base import CREATE_ONLY, ObjectInfo, ObjectStore
+from cachefs.store.base import CREATE_ONLY, ObjectInfo
 from cachefs.store.hop import Inline
 from tests.conftest import DeclaredWarnings
-from tests.publish.cluster import Cluster, Node, records
+from tests.publish.cluster import Cluster, Clusters, Node, records
 from tests.publish.stage import RUN, memory
 from tests.store.faults import FaultyStore, throttled
 
-Clusters = Callable[..., AbstractAsyncContextManager[Cluster]]
 A, B, C = {"a.bin": b"of a"}, {"b.bin": b"of b"}, {"c.bin": b"of c"}
 NAMES = ("a", "b", "c")
-
-
-@pytest.fixture
-def clusters(tmp_path: Path) -> Clusters:
-    @asynccontextmanager
-    async def make(store: ObjectStore | None = None) -> AsyncIterator[Cluster]:
-        async with trio.open_nursery() as nursery:
-            cluster = Cluster(tmp_path, store or memory(), nursery)
-            yield cluster
-            nursery.cancel_scope.cancel()
-        for node in cluster.nodes.values():
-            node.close()
-
-    return make
 
 
 async def publishes(cluster: Cluster, generation: str, step: int, **files: dict[str, bytes]) -> None:

@@ -170,7 +170,7 @@ async def test_a_member_that_asks_for_a_save_that_the_others_have_given_up(
         cluster.nodes["c"] = c
         await cluster.nursery.start(c.live)
         await cluster.until_state("step-1", State.ABANDONED)
-        assert c.latest("step-1").error == joining.OVERTAKEN
+        assert c.latest("step-1").error == joining.MISSED
         assert not cluster.store.list(c.keys.wanted(RUN)).keys
         assert cluster.published() == []
 
@@ -393,4 +393,4 @@ async def test_a_member_that_lost_its_disk_before_the_close(
         await cluster.until_state("step-2", State.PUBLISHED)
         assert shards(cluster) == {"a.bin": "a", "b.bin": "b"}
         await cluster.until_state("step-1", State.ABANDONED)  # what was written again and never closed
-        assert cluster.nodes["b"].latest("step-1").error == joining.OVERTAKEN
+        assert cluster.nodes["b"].latest("step-1").error == joining.MISSED
