@@ -159,7 +159,7 @@ def test_a_full_staging_disk_costs_its_writer_an_error_and_nothing_else(world: W
     """
     place = world.enter(disk("ext4", world.root / "node", 128 * MIB))
     (world.root / "node/staging").symlink_to(place)
-    one = world.node("node", "--data-path", data_path, "--full-timeout", "1", metrics=True)
+    one = world.node("node", "--data-path", data_path, "--full-timeout", "1", "--reserve", "1GiB", metrics=True)
     world.proxy.on("", reset, times=None)
     first = save(one.mnt / "run/step-1", {"m-1.safetensors": tensors(40 * MIB), "m-2.safetensors": tensors(9)})
     await_state(one, "run/step-1", "staged")
