@@ -12,18 +12,17 @@ from functools import partial
 
 import msgspec
 import structlog
-import trio
 
 from cachefs import clock
 from cachefs.errors import CorruptError, FencedError
-from cachefs.formats.codec import decode
-from cachefs.formats.manifest import MemberReport, Open, Order, Wanted
+from cachefs.formats.manifest import Open, Wanted
 from cachefs.formats.records import AttemptRecord, State
 from cachefs.journal import Journal, Txn
 from cachefs.publish import promotion, rules, sealing
 from cachefs.publish.joining import attempt_for
 from cachefs.publish.ownership import Ownership
 from cachefs.publish.problems import Problems
+from cachefs.publish.reports import Reports
 from cachefs.publish.settings import Confirm, Settings, sure
 from cachefs.publish.steps import update
 from cachefs.publish.wishes import OthersWishes
@@ -58,14 +57,10 @@ class Collector:
         self._path = path
         self._changed = changed
         self._problems = problems
-        self._confirm = confirm
-        self._reports: dict[str, dict[str, MemberReport]] = {}
-        self._unreadable: dict[str, str] = {}
-        """By attempt: why a report cannot be read."""
-        self._since: dict[str, float] = {}
         self._off: dict[str, set[str]] = {}
         """By run: the opened attempts that the pointer did not list at the last look."""
         self._wishes = OthersWishes(journal, writes, problems)
+        self._reports = Reports(journal, writes, settings, granted=self._wishes.granted, confirm=confirm)
 
     def fenced(self, run: str) -> bool:
         """Return whether this daemon has lost the run."""
@@ -89,7 +84,7 @@ class Collector:
         waiting = self._waiting(run)
         # Members report in order, so when the newest one is complete, what is read after it finds the older ones so.
         for attempt in reversed(waiting):
-            await self._read_reports(attempt)
+            await self._reports.read(attempt)
         for attempt in waiting:
             await self._judge(attempt, seen)
         if seen is not None:
@@ -190,40 +185,14 @@ class Collector:
             and (one.foreign or one.closed_at is not None or one.count > 1)
         ]
 
-    async def _read_reports(self, attempt: AttemptRecord) -> None:
-        reports = self._reports.setdefault(attempt.attempt, {})
-        keys = self._writes.keys
-        listing = await self._writes.hop(self._writes.store.list, keys.members(attempt.run, attempt.attempt))
-        for key in listing.keys:
-            member = keys.name_of(key)
-            found = None if member in reports else await self._writes.hop(self._writes.store.get, key)
-            if found is None:
-                continue
-            try:
-                reports[member] = decode(found[1], MemberReport, key)
-            except CorruptError as error:  # it is create-only: it will never be another
-                await self._confirm(error)
-                self._unreadable[attempt.attempt] = f"the report of member {member} cannot be read: {error}"
-            else:
-                self._wishes.granted(attempt.run, reports[member].save)
-
     async def _judge(self, attempt: AttemptRecord, seen: Seen | None) -> None:
-        reports = self._reports[attempt.attempt]
-        reason, waits = verdict(attempt, reports)
-        reason = self._unreadable.get(attempt.attempt) or reason
-        if not reason and not waits:
-            await self._complete(attempt, reports)
-            return
-        if not reason and attempt.foreign:
-            reason = overtaken(attempt, seen)
-        if self._is_reported(attempt, reports):
-            since = self._since.setdefault(attempt.attempt, trio.current_time())
-            if not reason and trio.current_time() - since >= self._settings.deadline:
-                reason = f"{waits} for {self._settings.deadline:g} s: a member is missing"
-        if reason:
-            await self._abandon(attempt, reason)
-        elif attempt.error != waits and (attempt.report is not None or attempt.foreign):
-            await self._journal.write(lambda txn: update(txn, attempt.attempt, error=waits))
+        found = self._reports.judge(attempt, seen)
+        if found.complete:
+            await self._complete(attempt)
+        elif found.reason:
+            await self._abandon(attempt, found.reason)
+        elif attempt.error != found.waits and (attempt.report is not None or attempt.foreign):
+            await self._journal.write(lambda txn: update(txn, attempt.attempt, error=found.waits))
             self._changed()
 
     async def _abandon(self, attempt: AttemptRecord, reason: str) -> None:
@@ -231,40 +200,21 @@ class Collector:
         await self._journal.write(lambda txn: update(txn, attempt.attempt, state=State.ABANDONED, error=reason))
         self._changed()
 
-    def _is_reported(self, attempt: AttemptRecord, reports: dict[str, MemberReport]) -> bool:
-        """Return whether the members have had their say, so that those who are silent can be called missing.
-
-        An attempt in which this member has a part waits for its own report. Of any other nobody here knows when it is
-        written; it counts from the first report or the close on, or at once when its members are not ours: it was left
-        by a job on other nodes.
-        """
-        if not attempt.foreign:
-            return attempt.report is not None
-        with self._journal.read() as txn:
-            shared = txn.shared.get(attempt.attempt)
-        closed = shared is not None and (shared.close is not None or shared.refused != "")
-        ours = not self._settings.names or set(attempt.members) <= set(self._settings.names)
-        return bool(reports) or closed or not ours
-
-    async def _complete(self, attempt: AttemptRecord, reports: dict[str, MemberReport]) -> None:
+    async def _complete(self, attempt: AttemptRecord) -> None:
         if not attempt.foreign and attempt.report is None:
             return  # our own report comes first
         changes = {"complete": True, "error": "", "retries": 0}
         if attempt.foreign:
+            reports = self._reports.of(attempt.attempt)
             changes |= {
                 "state": State.FLUSHED,
                 "closed_at": clock.now(),
-                "files": sum(len(report.shards) for report in reports.values()),
-                "size": sum(shard.pin.size for report in reports.values() for shard in report.shards),
+                "files": sum(len(report.shards) for report in reports),
+                "size": sum(shard.pin.size for report in reports for shard in report.shards),
             }
         await self._journal.write(lambda txn: update(txn, attempt.attempt, **changes))
-        self._forget(attempt.attempt)
+        self._reports.forget(attempt.attempt)
         self._changed()
-
-    def _forget(self, attempt: str) -> None:
-        self._reports.pop(attempt, None)
-        self._unreadable.pop(attempt, None)
-        self._since.pop(attempt, None)
 
     # the end
 
@@ -308,43 +258,7 @@ class Collector:
         except FencedError:
             await self._ownership.check(run)
         for attempt in over:
-            self._forget(attempt.attempt)
-
-
-def verdict(attempt: AttemptRecord, reports: dict[str, MemberReport]) -> tuple[str, str]:
-    """Return why an attempt with these reports can never be complete, and what it waits for; pure. Both "" when it is
-    complete.
-    """
-    for member, report in sorted(reports.items()):
-        if report.error:
-            return f"member {member} cannot take part: {report.error}", ""
-    if attempt.members:
-        others = sorted(set(reports) - set(attempt.members))
-        if others:
-            return f"member {others[0]} has reported and is none of {', '.join(attempt.members)}", ""
-        missing = sorted(set(attempt.members) - set(reports))
-        waits = f"waits for the reports of {', '.join(missing)}" if missing else ""
-    else:
-        if len(reports) > attempt.count:
-            return f"{len(reports)} members have reported, {attempt.count} were expected: {', '.join(reports)}", ""
-        here = ", ".join(sorted(reports)) or "none"
-        waits = f"waits for the reports of {attempt.count} members, has {here}" if len(reports) < attempt.count else ""
-    if not waits and not any(report.shards for report in reports.values()):
-        return "no member has a file of it", ""
-    return "", waits
-
-
-def overtaken(attempt: AttemptRecord, seen: Seen | None) -> str:
-    """Return why an attempt whose reports are not there will never be promoted, "" when it may be; pure.
-
-    `seen` is the run's pointer. Without this the attempts of jobs that are gone would stay on the list for ever.
-    """
-    published = seen.pointer.published if seen is not None else None
-    if published is None or attempt.opened_epoch is None or attempt.ordinal is None:
-        return ""
-    if Order(step=attempt.step, epoch=attempt.opened_epoch, ordinal=attempt.ordinal) > published.order:
-        return ""
-    return f"superseded: {published.generation} was published before all members of this one had reported"
+            self._reports.forget(attempt.attempt)
 
 
 def _own_again(attempt: str, txn: Txn) -> bool:

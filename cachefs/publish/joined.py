@@ -38,6 +38,11 @@ def undecided(record: SharedRecord) -> bool:
     return not record.local and record.report is None and not record.refused
 
 
+def put(record: SharedRecord, txn: Txn) -> None:
+    """Record what was found out about an attempt."""
+    txn.shared.put(record.attempt, record)
+
+
 def looked(run: str, seq: int, txn: Txn) -> None:
     """Record a look at a run, and the pointer that it saw."""
     record = txn.runs.get(run) or RunRecord(run)

@@ -2,8 +2,9 @@
 
 A look reads the run's pointer, whose list names the open attempts, and for each of them one small object: its close
 record until there is one, then the manifest. Everything a look finds out is in the journal before anything follows from
-it (SharedRecord, joined.py), so a restart goes on. joining.py decides which save belongs to which attempt; the answers
-are given in answering.py, the owner is asked for attempts in wishes.py; the owner's side is collecting.py.
+it (SharedRecord, joined.py), so a restart goes on. finding.py finds the attempts, joining.py decides which save belongs
+to which; the answers are given in answering.py, the owner is asked for attempts in wishes.py; the owner's side is
+collecting.py.
 """
 
 from __future__ import annotations
@@ -16,15 +17,14 @@ import structlog
 import trio
 
 from cachefs.errors import CorruptError, UnavailableError
-from cachefs.formats.manifest import Close, Open
-from cachefs.formats.pointer import OpenAttempt
+from cachefs.formats.manifest import Close
 from cachefs.formats.records import AttemptRecord, RunRecord, SharedRecord
 from cachefs.journal import Journal
 from cachefs.publish import joined, joining, sealing
 from cachefs.publish.answering import Answers
+from cachefs.publish.finding import Finder
 from cachefs.publish.joining import Absent, Decision, Join, Refuse
 from cachefs.publish.problems import Problems
-from cachefs.publish.promotion import Listed
 from cachefs.publish.settings import Confirm, Settings, sure
 from cachefs.publish.wishes import OwnWishes
 from cachefs.publish.writes import Writes
@@ -79,11 +79,11 @@ class Member:
         self._problems = problems
         self._confirm = confirm
         self._answers = Answers(journal, writes, settings, nursery, confirm, problems)
-        self._listed = Listed(writes)
         self._closes: dict[str, Close] = {}
         """Close records of attempts that this daemon opened."""
         self._absent_since: dict[str, float] = {}
         self._wishes = OwnWishes(journal, writes, settings)
+        self._finder = Finder(journal, writes, settings, self._wishes, problems, confirm)
 
     async def look(self, run: str, *, new: bool = False) -> Seen | None:
         """Look at a run once and do what follows; return its pointer. `new` says that the run did not exist when this
@@ -97,8 +97,8 @@ class Member:
             raise UnavailableError(f"the pointer of run {run!r} reads older than it was: seq {seq} after {record.seq}")
         complete = True
         if seen is not None:
-            await self._miss(run, seen, record.seq)
-            complete = await self._learn(run, seen, late=not record.looked and not new)
+            await self._finder.miss(run, seen, record.seq)
+            complete = await self._finder.learn(run, seen, late=not record.looked and not new)
             await self._hear(run)
             await self._give_up(run)
             await self._decide(run)
@@ -111,119 +111,6 @@ class Member:
         if complete and (not record.looked or seq != record.seq):
             await self._journal.write(partial(joined.looked, run, seq))
         return seen
-
-    # what there is
-
-    async def _learn(self, run: str, seen: Seen, *, late: bool) -> bool:
-        """Take up attempts that are new on the list; return whether all of them were found."""
-        complete = True
-        with self._journal.read() as txn:
-            known = {record.attempt for record in txn.shared.scan()}
-            ours = {save.attempt for save in txn.attempts.scan() if not save.foreign}
-        for entry in seen.pointer.open:
-            if entry.attempt in known or (entry.attempt in ours and self._settings.owner):
-                continue
-            try:
-                there = await self._take_up(run, entry.attempt, seen, late=late)
-            except CorruptError as error:  # it is create-only: it will never be another
-                await self._take_no_part(run, entry, seen, error)
-                continue
-            if not there:  # deleted, or not yet where a lagging replica is read: it may come
-                missing = f"attempt {entry.attempt} of run {run!r} is on the pointer's list without open.json"
-                self._problems.note(run, CorruptError(missing))
-                complete = False
-                continue
-            if entry.attempt in ours:  # opened by this member when it was the owner
-                await self._journal.write(partial(joined.join, Join(entry.attempt, entry.attempt)))
-        for save in joined.saves(self._journal, run):  # granted, and ended before this member looked again
-            granted = joining.attempt_for(save.attempt)
-            if granted in known or not self._wishes.due(run, save.attempt):
-                continue
-            opened = await self._writes.small(self._writes.keys.open(run, granted), Open)
-            if opened is not None and granted in await self._listed.ever(run, seen):
-                await self._take_up(run, granted, seen, late=False)
-        await self._take_back(run, seen)
-        return complete
-
-    async def _miss(self, run: str, seen: Seen, since: int) -> None:
-        """End the saves that wait and may have been part of an attempt that came and went since the last look, which
-        saw the pointer `since`. Reads the versions between, if any save waits.
-        """
-        waiting = {save.generation for save in joined.saves(self._journal, run) if save.waits}
-        if not waiting:
-            return
-        passed: dict[str, str] = {}
-        published: set[str] = set()
-        at: Seen | None = seen
-        while at is not None and at.pointer.seq > since:
-            passed.update({one.attempt: one.generation for one in at.pointer.open if one.generation in waiting})
-            if at.pointer.published is not None:
-                published.add(at.pointer.published.attempt)
-            prev = at.pointer.prev
-            at = await self._writes.before(run, at) if prev is not None and prev.seq > since else None
-        listed = {one.attempt for one in seen.pointer.open}
-        with self._journal.read() as txn:
-            known = {one.attempt for one in txn.shared.scan()} | {one.attempt for one in txn.attempts.scan()}
-        ended: set[str] = set()
-        for attempt in passed.keys() - listed - known - published:
-            opened = await self._writes.small(self._writes.keys.open(run, attempt), Open)
-            if opened is not None and self._settings.membership.declared(opened.members):
-                ended.add(opened.generation)
-        if ended:
-            await self._journal.write(partial(joined.miss, run, ended))
-
-    async def _take_up(self, run: str, attempt: str, seen: Seen, *, late: bool) -> bool:
-        """Make a record of an attempt; return whether there is one."""
-        opened = await self._writes.small(self._writes.keys.open(run, attempt), Open)
-        if opened is None:
-            return False
-        waiting = [
-            save.attempt
-            for save in joined.saves(self._journal, run)
-            if save.generation == opened.generation and save.waits
-        ]
-        record = _shared(opened, seen, epoch=opened.epoch, ordinal=opened.ordinal)
-        await self._put(msgspec.structs.replace(record, late=late, waiting=tuple(waiting)))
-        return True
-
-    async def _take_no_part(self, run: str, entry: OpenAttempt, seen: Seen, error: CorruptError) -> None:
-        """Make a record of an attempt whose open record cannot be read: this member reports that, and no more."""
-        await self._confirm(error)
-        record = SharedRecord(
-            attempt=entry.attempt,
-            run=run,
-            generation=entry.generation,
-            kind="directory",
-            step=0,
-            epoch=seen.pointer.epoch,
-            ordinal=0,
-            members=self._settings.names,
-            count=self._settings.count,
-            seq=seen.pointer.seq,
-            refused=str(error),
-        )
-        await self._put(record)
-
-    async def _take_back(self, run: str, seen: Seen) -> None:
-        """Take up attempts that this member opened when it was the owner, and that another owner has ended since.
-
-        Those in which it has no part are that owner's.
-        """
-        if self._settings.owner:
-            return
-        with self._journal.read() as txn:
-            foreign = any(save.run == run and save.foreign and not save.state.final for save in txn.attempts.scan())
-        if foreign:
-            await self._journal.write(partial(joined.forget_foreign, run))
-        listed = {entry.attempt for entry in seen.pointer.open}
-        for save in joined.saves(self._journal, run):
-            if save.opened_epoch is None or save.shared or save.state.final or save.attempt in listed:
-                continue
-            await self._put(_shared(save, seen, epoch=save.opened_epoch, ordinal=save.ordinal or 0))
-            await self._journal.write(partial(joined.join, Join(save.attempt, save.attempt)))
-
-    async def _put(self, record: SharedRecord) -> None:
-        await self._journal.write(lambda txn: txn.shared.put(record.attempt, record))
 
     # the close
 
@@ -238,10 +125,10 @@ class Member:
                 close = record.close or await self._closed(run, record.attempt, save)
             except CorruptError as error:  # create-only as well; without it, nobody can tell what was closed
                 await self._confirm(error)
-                await self._put(msgspec.structs.replace(record, refused=str(error)))
+                await self._journal.write(partial(joined.put, msgspec.structs.replace(record, refused=str(error))))
                 continue
             if record.close is None and close is not None:
-                await self._put(msgspec.structs.replace(record, close=close))
+                await self._journal.write(partial(joined.put, msgspec.structs.replace(record, close=close)))
             self._ask(record.attempt, save, close)
         for save in saves.values():
             if save.count > 1 and not save.shared and save.opened_epoch is not None and not save.state.final:
@@ -329,23 +216,3 @@ class Member:
     def _doubtful(self, save: AttemptRecord) -> AttemptRecord | None:
         same = [one for one in joined.saves(self._journal, save.run) if one.generation == save.generation]
         return joining.doubtful(same, self._started) if self._settings.count > 1 else None
-
-
-def _shared(opened: Open | AttemptRecord, seen: Seen, *, epoch: int, ordinal: int) -> SharedRecord:
-    """Return the record of an attempt that another daemon drives, from its open record or from ours of the time when
-    this member was the owner; `seen` is a pointer that lists it, or a later one.
-    """
-    return SharedRecord(
-        attempt=opened.attempt,
-        run=opened.run,
-        generation=opened.generation,
-        kind=opened.kind,
-        step=opened.step,
-        epoch=epoch,
-        ordinal=ordinal,
-        members=opened.members,
-        count=opened.count,
-        seq=seen.pointer.seq,
-        wish=opened.wish,
-        again=opened.again,
-    )

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from cachefs.publish import collecting, joining, rules, sealing, sharing, steps
+from cachefs.publish import joining, reports, rules, sealing, sharing, steps
 from cachefs.publish.joining import Join
 from cachefs.store import createonly
 from tests.publish.judge import Violation
@@ -32,10 +32,10 @@ def seals_without_all_members(patch: pytest.MonkeyPatch) -> None:
     """I16: whoever has reported is the set."""
     real = sealing.manifest
 
-    def manifest(opened: Any, closed: Any, reports: Any, **given: Any) -> Any:
-        return real(msgspec.structs.replace(opened, members=(), count=len(reports)), closed, reports, **given)
+    def manifest(opened: Any, closed: Any, answers: Any, **given: Any) -> Any:
+        return real(msgspec.structs.replace(opened, members=(), count=len(answers)), closed, answers, **given)
 
-    patch.setattr(collecting, "verdict", lambda attempt, reports: ("", "" if attempt.closed_at else "waits"))
+    patch.setattr(reports, "verdict", lambda attempt, _: reports.Verdict(waits="" if attempt.closed_at else "waits"))
     patch.setattr(steps.sealing, "manifest", manifest)
 
 
