@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 from uuid import uuid4
 
 import boto3
@@ -31,6 +32,7 @@ NAMES = ("moto", "ministack")
 
 _READY_SECONDS = 60
 _READY_PATHS = {"moto": "/moto-api/", "ministack": "/_ministack/health"}
+_RESET_PATHS = {"moto": "/moto-api/reset", "ministack": "/_ministack/reset"}
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,18 @@ class Server:
         finally:
             client.close()
         return name
+
+    def forget(self) -> None:
+        """Drop every bucket and all that is in them."""
+        where = urlsplit(self.endpoint_url)
+        connection = http.client.HTTPConnection(where.hostname or "", where.port, timeout=_READY_SECONDS)
+        try:
+            connection.request("POST", _RESET_PATHS[self.name])
+            status = connection.getresponse().status
+        finally:
+            connection.close()
+        if status != 200:
+            raise RuntimeError(f"{self.name} answered {status} when it should forget its buckets")
 
 
 @lru_cache
