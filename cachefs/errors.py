@@ -60,6 +60,10 @@ class NotFoundError(CachefsError):
     errno = errno.ENOENT
 
 
+class NoStoreError(NotFoundError):
+    """The bucket or the directory of the store is not there: nothing is known of what it held."""
+
+
 class MountpointError(CachefsError):
     """The mountpoint is busy, not empty, or the kernel refused the mount."""
 

@@ -66,7 +66,8 @@ class AttemptRecord(msgspec.Struct, frozen=True):
     `foreign` marks an attempt that this daemon owns and of which nothing is in its mount, `wish` the save of the member
     that asked for it, `again` as in its open record. `count` members must report, `members` are their names (empty:
     only the number is known), `complete` says that all have. `rewritten`: one of its files was written a second time
-    before it was closed, so that its bytes may be those of a later save of the name.
+    before it was closed, so that its bytes may be those of a later save of the name. `cancelled`: the training has
+    removed it or started again before it was closed.
 
     `boot` is the boot of the machine in which it was opened ("": not known, and so another one): its files are known to
     be on the disk only in that boot, or once it is `staged`.
@@ -108,6 +109,7 @@ class AttemptRecord(msgspec.Struct, frozen=True):
     count: int = 1
     complete: bool = False
     rewritten: bool = False
+    cancelled: bool = False
     boot: str = ""
 
     @property

@@ -30,6 +30,13 @@ def sweep(txn: Txn, pins: Pins) -> None:
     pins.sweep({attempt.attempt for attempt in txn.attempts.scan()})
 
 
+def begin_anew(txn: Txn) -> None:
+    """Record that the daemon starts, and the training with it: what it was writing when that was given up, is over."""
+    for attempt in list(txn.attempts.scan()):
+        if attempt.state is State.ABANDONED and attempt.closed_at is None and not attempt.cancelled:
+            txn.update_attempt(attempt.attempt, cancelled=True)
+
+
 def is_over(txn: Txn, attempt: str) -> bool:
     """Return whether an attempt has ended and nothing of it is left to be sent: its pins may go."""
     record = txn.attempts.get(attempt)
@@ -151,14 +158,14 @@ def closed(txn: Txn, attempt: AttemptRecord, action: CloseSave, closed: ClosedSe
     return dropped
 
 
-def ended(txn: Txn, attempt: str, reason: str) -> None:
-    """Abandon an attempt that was not closed, and forget its shards."""
+def ended(txn: Txn, attempt: str, reason: str, *, cancelled: bool = False) -> None:
+    """Abandon an attempt that was not closed, and forget its shards. `cancelled`: the training has dropped it."""
     record = txn.attempts.get(attempt)
     if record is None or record.closed_at is not None:
         return
     for shard in txn.shards_of(attempt):
         txn.drop_shard(shard)
-    txn.update_attempt(attempt, state=State.ABANDONED, error=reason)
+    txn.update_attempt(attempt, state=State.ABANDONED, error=reason, cancelled=cancelled)
 
 
 def written_again(txn: Txn, attempt: str) -> None:

@@ -107,7 +107,9 @@ class Effects:
                     waiting.append(self._close(path, action))
                 case Held(paths):
                     self._held(paths)
-                case CancelSave(path, reason) | AbandonSave(path, reason):
+                case CancelSave(path, reason):
+                    waiting.append(self.end(path, reason, cancelled=True))
+                case AbandonSave(path, reason):
                     waiting.append(self.end(path, reason))
                 case Incomplete(path, why):
                     _log.warning("file is incomplete and will not be published", path=to_text(path), reason=why)
@@ -283,22 +285,24 @@ class Effects:
         if not await self._record(attempt, action, closed):
             await self._write_end(attempt.attempt, "a file of it was written again before its close was journaled")
 
-    def end(self, path: bytes, reason: str) -> Awaitable[None]:
-        """Abandon an open save. Waiting raises StagingError; the end is then owed."""
+    def end(self, path: bytes, reason: str, *, cancelled: bool = False) -> Awaitable[None]:
+        """Abandon an open save; `cancelled` says that the training has dropped it. Waiting raises StagingError; the end
+        is then owed.
+        """
         save = self.saves.pop(path)
-        return self.end_attempt(save.attempt, reason)
+        return self.end_attempt(save.attempt, reason, cancelled=cancelled)
 
-    async def end_attempt(self, attempt: str, reason: str) -> None:
+    async def end_attempt(self, attempt: str, reason: str, *, cancelled: bool = False) -> None:
         """Abandon an attempt that is not closed, and drop its pins. Raises StagingError; the end is then owed."""
         self._early.settled(attempt)
         try:
-            await self._write_end(attempt, reason)
+            await self._write_end(attempt, reason, cancelled=cancelled)
         except StagingError:
-            self._owe(lambda: self._write_end(attempt, reason))
+            self._owe(lambda: self._write_end(attempt, reason, cancelled=cancelled))
             raise
 
-    async def _write_end(self, attempt: str, reason: str) -> None:
-        await self._journal.write(lambda txn: attempts.ended(txn, attempt, reason))
+    async def _write_end(self, attempt: str, reason: str, *, cancelled: bool = False) -> None:
+        await self._journal.write(lambda txn: attempts.ended(txn, attempt, reason, cancelled=cancelled))
         try:
             await trio.to_thread.run_sync(self._pins.drop_attempt, attempt)
         except OSError as error:  # whoever removed or renamed the save has no part in it

@@ -247,6 +247,7 @@ class Tracker:
         """
         for lost in await self._journal.write(lambda txn: attempts.abandon_unsynced(txn, self._boot)):
             _log.error("save abandoned", path=lost.path, reason=attempts.UNSYNCED)
+        await self._journal.write(attempts.begin_anew)
         await self._journal.write(lambda txn: attempts.sweep(txn, self._pins))
         with self._journal.read() as txn:
             known = sorted((a for a in txn.attempts.scan() if not a.foreign), key=lambda record: record.serial)
@@ -259,7 +260,7 @@ class Tracker:
             is_open = attempt.state is State.OPEN and attempt.closed_at is None
             if self._view.identity(path) is None:
                 if is_open:
-                    await self._effects.end_attempt(attempt.attempt, "removed before it was complete")
+                    await self._effects.end_attempt(attempt.attempt, "removed before it was complete", cancelled=True)
                 continue
             if is_open or attempt.closed_at is not None:
                 baselines = {to_bytes(marker): baseline for marker, baseline in attempt.baselines.items()}

@@ -90,24 +90,34 @@ class Answers:
         settings = self._settings
         key = self._writes.keys.member(record.run, record.attempt, settings.member)
         who = {"member": settings.member, "host": settings.host, "writer": settings.writer}
+        ours = None
         if save is not None and not error:
             with self._journal.read() as txn:
                 shards = txn.shards_of(save.attempt)
-            ours = sealing.report(save, shards, **who)
-        else:
-            ours = sealing.empty_report(record, error=error, **who)
+            try:
+                ours = sealing.report(save, shards, **who)
+            except CorruptError as damage:
+                error = str(damage)
+                await self._journal.write(partial(joined.abandon, save, error))
+        ours = ours or sealing.empty_report(record, error=error, **who)
+        pin: Pin | None
         try:
             _, pin = await self._writes.create(key, ours, sealing.same_report)
         except CorruptError as other:  # an earlier daemon of this name has answered, and its answer stands
-            found = await self._writes.read(self._writes.store.get, key)
-            if found is None:
-                raise
-            pin = pin_of(found[0], hashlib.sha256(found[1]).hexdigest())
+            pin = await self._standing(key)
             error = f"an earlier daemon of member {settings.member} has answered for this attempt: {other}"
             if save is not None:
                 await self._journal.write(partial(joined.abandon, save, error))
         answered = msgspec.structs.replace(record, report=pin, refused=error)
         await self._journal.write(partial(joined.answered, answered))
+
+    async def _standing(self, key: str) -> Pin | None:
+        """Return the pin of the report that stands under a key; None if it cannot be read: that ends the attempt."""
+        try:
+            found = await self._writes.read(self._writes.store.get, key)
+        except CorruptError:
+            return None
+        return pin_of(found[0], hashlib.sha256(found[1]).hexdigest()) if found is not None else None
 
     async def test(self, run: str, seen: Seen) -> None:
         """Begin to read this member's share of every manifest that is sealed under the current epoch."""
@@ -120,14 +130,16 @@ class Answers:
             key = self._writes.keys.manifest(run, record.attempt, opened=record.epoch, sealed=epoch)
             if (record.attempt, epoch) in self._testing:
                 continue
-            manifest = None
+            sealed = None
             with self._problems.passed(run):
                 found = await self._writes.hop(self._writes.store.get, key)
-                manifest = decode(found[1], Manifest, key) if found is not None else None
-            if found is not None and manifest is not None:
-                pin = pin_of(found[0], hashlib.sha256(found[1]).hexdigest())
+                if found is not None:
+                    pin = pin_of(found[0], hashlib.sha256(found[1]).hexdigest())
+                    sealed = pin, decode(found[1], Manifest, key)
+            if sealed is not None:
+                pin, manifest = sealed
                 self._testing.add((record.attempt, epoch))
-                self._sealed[record.attempt] = pin, manifest
+                self._sealed[record.attempt] = sealed
                 self._nursery.start_soon(self._test_share, record, manifest, pin)
 
     async def _test_share(self, record: SharedRecord, manifest: Manifest, pin: Pin) -> None:
@@ -165,14 +177,11 @@ class Answers:
 
     async def _why(self, record: SharedRecord, last: Pointer | None) -> str:
         """Return why an attempt ended that `last` took off the list."""
-        key = self._writes.keys.abandoned(record.run, record.attempt)
-        found = await self._writes.hop(self._writes.store.get, key)
-        if found is None:
-            return rules.ended_by(last)
         try:
-            return decode(found[1], Abandoned, key).reason
+            ended = await self._writes.small(self._writes.keys.abandoned(record.run, record.attempt), Abandoned)
         except CorruptError as error:
             return f"its owner has ended it; why cannot be read: {error}"
+        return rules.ended_by(last) if ended is None else ended.reason
 
     async def _missing(self, record: SharedRecord, published: Published) -> str:
         """Return why what was published does not hold this member's save, "" if it does (I19): the set may have been

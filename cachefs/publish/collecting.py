@@ -268,7 +268,7 @@ def _own_again(attempt: str, txn: Txn) -> bool:
     record = txn.attempts.get(attempt)
     if record is not None and record.shared:
         txn.shared.delete(attempt)
-        update(txn, attempt, shared="")
+        txn.update_attempt(attempt, shared="")  # also of one that was abandoned: as its owner, it ends the attempt
     return record is not None
 
 

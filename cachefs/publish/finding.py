@@ -69,9 +69,10 @@ class Finder:
             granted = joining.attempt_for(save.attempt)
             if granted in known or not self._wishes.due(run, save.attempt):
                 continue
-            opened = await self._writes.small(self._writes.keys.open(run, granted), Open)
-            if opened is not None and granted in await self._listed.ever(run, seen):
-                await self._take_up(run, granted, seen, late=False)
+            with self._problems.passed(run):
+                opened = await self._writes.small(self._writes.keys.open(run, granted), Open)
+                if opened is not None and granted in await self._listed.ever(run, seen):
+                    await self._take_up(run, granted, seen, late=False)
         await self._take_back(run, seen)
         return complete
 
@@ -96,9 +97,13 @@ class Finder:
             known = {one.attempt for one in txn.shared.scan()} | {one.attempt for one in txn.attempts.scan()}
         ended: set[str] = set()
         for attempt in passed.keys() - listed - known - published:
-            opened = await self._writes.small(self._writes.keys.open(run, attempt), Open)
-            if opened is not None and self._settings.membership.declared(opened.members):
-                ended.add(opened.generation)
+            try:
+                opened = await self._writes.small(self._writes.keys.open(run, attempt), Open)
+            except CorruptError:
+                opened = None
+            # Of one that is deleted since, or cannot be read, nobody knows whose it was.
+            if opened is None or self._settings.membership.declared(opened.members):
+                ended.add(passed[attempt])
         if ended:
             await self._journal.write(partial(joined.miss, run, ended))
 

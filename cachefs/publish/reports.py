@@ -8,7 +8,6 @@ import msgspec
 import trio
 
 from cachefs.errors import CorruptError
-from cachefs.formats.codec import decode
 from cachefs.formats.manifest import MemberReport, Order
 from cachefs.formats.records import AttemptRecord
 from cachefs.journal import Journal
@@ -70,16 +69,17 @@ class Reports:
         listing = await self._writes.hop(self._writes.store.list, keys.members(attempt.run, attempt.attempt))
         for key in listing.keys:
             member = keys.name_of(key)
-            found = None if member in reports else await self._writes.hop(self._writes.store.get, key)
-            if found is None:
+            if member in reports:
                 continue
             try:
-                reports[member] = decode(found[1], MemberReport, key)
+                report = await self._writes.small(key, MemberReport)
             except CorruptError as error:  # it is create-only: it will never be another
                 await self._confirm(error)
                 self._unreadable[attempt.attempt] = f"the report of member {member} cannot be read: {error}"
-            else:
-                self._granted(attempt.run, reports[member].save)
+                continue
+            if report is not None:
+                reports[member] = report
+                self._granted(attempt.run, report.save)
 
     def judge(self, attempt: AttemptRecord, seen: Seen | None) -> Verdict:
         """Return what follows from the reports read so far, and from how long the others are silent."""

@@ -11,7 +11,6 @@ import msgspec
 import trio
 
 from cachefs.errors import CorruptError
-from cachefs.formats.codec import decode
 from cachefs.formats.manifest import MemberReport, Wanted
 from cachefs.formats.records import AttemptRecord
 from cachefs.journal import Journal
@@ -144,10 +143,10 @@ class OthersWishes:
             return True
         for attempt, generation in ever.items():
             if generation == wish.generation:
-                key = self._writes.keys.member(wish.run, attempt, wish.member)
-                found = await self._writes.hop(self._writes.store.get, key)
                 with self._problems.passed(wish.run):
-                    if found is not None and decode(found[1], MemberReport, key).save == wish.attempt:
+                    key = self._writes.keys.member(wish.run, attempt, wish.member)
+                    report = await self._writes.small(key, MemberReport)
+                    if report is not None and report.save == wish.attempt:
                         return True
         return False
 

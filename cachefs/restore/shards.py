@@ -11,7 +11,7 @@ from collections.abc import Callable, Generator
 from contextlib import closing
 from typing import Protocol
 
-from cachefs.errors import CorruptError, NotFoundError
+from cachefs.errors import CorruptError, NoStoreError, NotFoundError
 from cachefs.formats.manifest import Shard, tree_digest
 from cachefs.store.base import StoreReads
 
@@ -47,6 +47,8 @@ def read_shard(store: StoreReads, shard: Shard, sink: Sink = ignore, *, ranges: 
             _read_parts(store, shard, sink)
         else:
             _read_stream(store, shard, sink)
+    except NoStoreError:
+        raise
     except NotFoundError as error:
         raise corrupt(shard, "the version is gone") from error
 
@@ -72,6 +74,7 @@ def check_object(store: StoreReads, shard: Shard) -> bool:
     check_arithmetic(shard)
     info = store.head(shard.pin.key, shard.pin.version_id)
     if info is None:
+        store.list(shard.pin.key)  # a HEAD does not tell a bucket that is gone from an object that is: this raises
         raise corrupt(shard, "the version is gone")
     if info.size != shard.pin.size:
         raise corrupt(shard, f"the object has {info.size} bytes, {shard.pin.size} were pinned")

@@ -295,7 +295,7 @@ class DirectoryStore:
         info = self.head(key, version_id)
         if info is None:
             raise NotFoundError(f"version {version_id} of {key} is gone")
-        with translated(f"version {version_id} of {key}"):
+        with translated(f"version {version_id} of {key}", NotFoundError):
             fd = os.open(os.path.join(self._directory(key), version_id), os.O_RDONLY | os.O_CLOEXEC)
             try:
                 held = os.fstat(fd).st_size

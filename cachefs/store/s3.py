@@ -22,6 +22,7 @@ from botocore.parsers import ResponseParserError
 from cachefs.errors import (
     CorruptError,
     InvalidError,
+    NoStoreError,
     NoSuchUpload,
     NotFoundError,
     ProbeError,
@@ -195,9 +196,9 @@ class S3Store:
             with self._opened(key, version_id) as answer:
                 info = self._read(key, version_id, answer)
                 body = answer["Body"].read()
-        except NotFoundError as error:
-            if _code(error) == "NoSuchBucket":
-                raise
+        except NoStoreError:
+            raise
+        except NotFoundError:
             return None
         if len(body) != info.size:
             raise CorruptError(f"{key}: {len(body)} bytes came, {info.size} were announced")

@@ -14,6 +14,7 @@ from cachefs.errors import (
     ConditionFailed,
     DeniedError,
     InvalidError,
+    NoStoreError,
     NoSuchUpload,
     NotFoundError,
     StoreError,
@@ -99,7 +100,7 @@ def from_answer(status: int, code: str, message: str, *, operation: str, if_matc
     if status == 412:
         return ConditionFailed(text)
     if code == "NoSuchBucket":
-        return NotFoundError(text, hint="check the bucket's name, and the endpoint")
+        return NoStoreError(text, hint="check the bucket's name, and the endpoint")
     if code == "NoSuchUpload":
         return NoSuchUpload(text)
     if code in _ABSENT or (bodyless and status == 404):

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from cachefs.formats.manifest import Close, Manifest, Order, Pin, ReportPin, Shard
 from cachefs.formats.records import AttemptRecord, SharedRecord, State
 from cachefs.members import Members
+from cachefs.publish import joining
 from cachefs.publish.joining import Absent, Join, Refuse, again, decide, shares, superseded, unwanted
 
 US = Members("b", ("a", "b"), 2, owner=False)
@@ -56,14 +57,22 @@ def test_a_save_that_was_abandoned_without_an_attempt_may_be_any_attempts_part()
 
 
 def test_only_the_part_of_another_attempt_is_known() -> None:
-    """One that was abandoned while it was written, too: what follows takes all that is in the directory."""
     over = {"opened_epoch": 1, "ordinal": 0, "closed_at": 1.0}
     assert decided([offer("o")], [save(1, State.ABANDONED, **over), save(2)]) == [Join("o", "s2")]
-    unclosed = save(1, State.ABANDONED, **over | {"closed_at": None})
-    assert decided([offer("o")], [unclosed, save(2)]) == [Join("o", "s2")]
     for doubt in ({"rewritten": True}, {"opened_epoch": None}):
         (only,) = decided([offer("o")], [save(1, State.ABANDONED, **over | doubt), save(2)])
         assert isinstance(only, Refuse), doubt
+
+
+def test_after_a_save_that_was_cut_short_only_what_was_opened_for_this_one_is_joined() -> None:
+    """Others may go on with the save that was given up, or begin with it; not when the training has dropped it."""
+    short = save(1, State.ABANDONED, opened_epoch=1, ordinal=0)
+    assert decided([offer("o")], [short, save(2)]) == [Refuse("o", joining.CUT_SHORT, ("s2",))]
+    assert decided([offer("o", again=True)], [short, save(2)]) == [Refuse("o", joining.CUT_SHORT, ("s2",))]
+    assert decided([offer("o", wish="s2", again=True)], [short, save(2)]) == [Join("o", "s2")]
+    assert decided([offer("o", again=True)], [save(2)])[0] == Refuse("o", joining.ONE_OF_TWO, ("s2",))
+    dropped = save(1, State.ABANDONED, opened_epoch=1, ordinal=0, cancelled=True)
+    assert decided([offer("o")], [dropped, save(2)]) == [Join("o", "s2")]
 
 
 def test_a_save_that_waited_when_the_attempt_was_found_is_a_candidate() -> None:
@@ -76,7 +85,7 @@ def test_a_save_that_waited_when_the_attempt_was_found_is_a_candidate() -> None:
 @pytest.mark.parametrize("ours", [False, True])
 def test_members_join_what_all_of_them_wrote_for_the_first_time_or_all_again(theirs: bool, ours: bool) -> None:
     """A save that found no attempt before this one: the attempt may be for either, unless the others say the same."""
-    earlier = save(1, State.ABANDONED, **({} if ours else {"opened_epoch": 1, "ordinal": 0}))
+    earlier = save(1, State.ABANDONED, **({} if ours else {"opened_epoch": 1, "ordinal": 0, "closed_at": 1.0}))
     (only,) = decided([offer("o", again=theirs)], [earlier, save(2)], started=1)
     if theirs == ours:
         assert only == Join("o", "s2")

@@ -1,0 +1,85 @@
+"""An attempt that ends while its save is still written: what the members write of that name afterwards is not mixed."""
+
+from __future__ import annotations
+
+import pytest
+
+from cachefs.formats.records import State
+from cachefs.publish import joining
+from cachefs.publish.promotion import Identity
+from cachefs.publish.rollback import rollback
+from cachefs.publish.writes import Writes
+from cachefs.restore.reader import locate
+from cachefs.store.hop import Inline
+from tests.conftest import DeclaredWarnings
+from tests.publish.cluster import Cluster, Clusters, Node
+from tests.publish.stage import RUN
+
+NAMES = ("b", "c")
+
+
+async def cut_short(cluster: Cluster) -> None:
+    """Let b write its part of `last`, c not begin with it, and a rollback end the attempt."""
+    await cluster.add("p", owner=True, service=True, names=NAMES, count=2)
+    for name in NAMES:
+        await cluster.add(name, owner=False, names=NAMES, count=2)
+    b = cluster.nodes["b"]
+    for step in (1, 2):
+        saves = cluster.save(f"step-{step}", step, b={"b": b"x"}, c={"c": b"x"})
+        b.mark(saves["b"])
+        await cluster.until_state(f"step-{step}", State.PUBLISHED, *NAMES)
+    b.write("last", 5, {"b": b"first"})
+    await cluster.until(lambda: b.latest("last").shared, "joined")
+    seen, target = locate(cluster.store, b.keys, RUN, "step-1")
+    await rollback(Writes(cluster.store, b.keys, Inline()), RUN, seen, target, Identity("operator"))
+    await cluster.until_state("last", State.ABANDONED, "b")
+    assert b.latest("last").closed_at is None
+
+
+async def test_the_part_that_one_member_still_writes_does_not_meet_the_next_save_of_another(
+    clusters: Clusters, declared_warnings: DeclaredWarnings
+) -> None:
+    declared_warnings("generation abandoned")
+    declared_warnings("cannot take part")
+    async with clusters() as cluster:
+        await cut_short(cluster)
+        c, away = cluster.nodes["c"], cluster.nodes.pop("b")
+        await away.kill()  # its engine alone: it does not look, and the training goes on
+        late = c.write("last", 5, {"c": b"first"})
+        await cluster.until(lambda: c.latest("last").shared, "opened for c")
+        c.mark(late)
+        b = cluster.nodes["b"] = Node(cluster.root, cluster.store, name="b")
+        b.settings, b.started = away.settings, away.started
+        b.write("last", 5, {"b": b"second"})
+        await cluster.nursery.start(b.live)
+        await cluster.until(lambda: all(cluster.nodes[one].latest("last").state.final for one in NAMES), "ended")
+        assert cluster.nodes["b"].latest("last").error == joining.CUT_SHORT
+        assert joining.CUT_SHORT in c.latest("last").error
+        assert cluster.published()[-1] == "step-1"
+        saves = cluster.save("step-6", 6, b={"b": b"x"}, c={"c": b"x"})
+        c.mark(saves["c"])
+        await cluster.until_state("step-6", State.PUBLISHED, *NAMES)
+
+
+@pytest.mark.parametrize("dropped", [True, False])
+async def test_the_next_save_of_a_member_does_not_meet_the_part_that_another_still_writes(
+    clusters: Clusters, declared_warnings: DeclaredWarnings, dropped: bool
+) -> None:
+    """The attempt is opened for b's next save. When b's training has removed what was cut short, the other one's is of
+    the next time as well.
+    """
+    declared_warnings("generation abandoned")
+    if not dropped:
+        declared_warnings("cannot take part")
+    async with clusters() as cluster:
+        await cut_short(cluster)
+        b, c = cluster.nodes["b"], cluster.nodes["c"]
+        if dropped:
+            b.journal.write_now(lambda txn: txn.update_attempt(b.latest("last").attempt, cancelled=True))
+        following = b.write("last", 5, {"b": b"second"})
+        await cluster.until(lambda: b.latest("last").shared, "opened for b")
+        c.write("last", 5, {"c": b"first" if not dropped else b"second"})
+        b.mark(following)
+        await cluster.until(lambda: all(cluster.nodes[one].latest("last").state.final for one in NAMES), "ended")
+        assert cluster.published()[-1] == ("last" if dropped else "step-1")
+        assert b.latest("last").state is (State.PUBLISHED if dropped else State.ABANDONED)
