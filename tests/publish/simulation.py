@@ -61,6 +61,7 @@ class Event:
     cut       it has no network for `seconds`
     owner     it is started as the owner; the one there was does not know
     clock     its wall clock moves by `seconds` times 100
+    damage    its part of a save that is still written is lost
     """
 
     at: float
@@ -187,9 +188,10 @@ class SimNode(Node):
         if old is not None:
             self.pins.drop(attempt, old)
 
-    def end(self, attempt: str, reason: str) -> None:
-        """End an open save."""
-        self.journal.write_now(lambda txn: update(txn, attempt, state=State.ABANDONED, error=reason))
+    def end(self, attempt: str, reason: str, *, cancelled: bool = False) -> None:
+        """End an open save; `cancelled`: the training has dropped it."""
+        over = {"state": State.ABANDONED, "error": reason, "cancelled": cancelled}
+        self.journal.write_now(lambda txn: update(txn, attempt, **over))
         self.journal.note_commit()
 
     def mark(  # type: ignore[override]
@@ -362,6 +364,16 @@ class World:
                 await self._restart(name, 1.0, mount=True)
             case "clock":
                 self.clocks.wall[name] -= event.seconds * 100
+            case "damage":
+                self._damage(self.nodes[name])
+
+    @staticmethod
+    def _damage(node: SimNode) -> None:
+        if node.down:
+            return
+        for record in records(node):
+            if not record.foreign and not record.state.final and record.closed_at is None and record.opened_epoch:
+                node.end(record.attempt, "damaged")
 
     def _unopened(self) -> bool:
         """Return whether a save is closed of which the bucket does not know yet."""

@@ -9,7 +9,7 @@ from cachefs.publish import joining
 from cachefs.publish.promotion import Identity
 from cachefs.publish.rollback import rollback
 from cachefs.publish.writes import Writes
-from cachefs.restore.reader import locate
+from cachefs.restore.reader import locate, read_pointer
 from cachefs.store.hop import Inline
 from tests.conftest import DeclaredWarnings
 from tests.publish.cluster import Cluster, Clusters, Node
@@ -33,7 +33,17 @@ async def cut_short(cluster: Cluster) -> None:
     seen, target = locate(cluster.store, b.keys, RUN, "step-1")
     await rollback(Writes(cluster.store, b.keys, Inline()), RUN, seen, target, Identity("operator"))
     await cluster.until_state("last", State.ABANDONED, "b")
+    ended = read_pointer(cluster.store, b.keys, RUN)
+    assert ended is not None
+    await cluster.until(lambda: all(looked(cluster.nodes[name]) >= ended.pointer.seq for name in NAMES), "all know")
     assert b.latest("last").closed_at is None
+
+
+def looked(node: Node) -> int:
+    """Return the pointer that a member saw at its last look."""
+    with node.journal.read() as txn:
+        run = txn.runs.get(RUN)
+    return run.seq if run else 0
 
 
 async def test_the_part_that_one_member_still_writes_does_not_meet_the_next_save_of_another(

@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 import trio
 
+from cachefs.errors import CorruptError
 from cachefs.formats.codec import encode
 from cachefs.formats.pointer import Pointer
 from cachefs.formats.records import State
+from cachefs.publish.joined import abandon
 from cachefs.publish.lanes import MOST, RECENT, Lanes
 from cachefs.publish.promotion import Identity
 from cachefs.publish.rollback import rollback
@@ -21,7 +23,7 @@ from cachefs.store.hop import Inline
 from tests.conftest import DeclaredWarnings
 from tests.publish.cluster import Cluster, Clusters, Node, records
 from tests.publish.stage import RUN, memory
-from tests.store.faults import FaultyStore, throttled
+from tests.store.faults import FaultyStore, Rule, refused, rules, throttled
 
 A, B, C = {"a.bin": b"of a"}, {"b.bin": b"of b"}, {"c.bin": b"of c"}
 NAMES = ("a", "b", "c")
@@ -62,6 +64,58 @@ async def test_an_unreadable_object_ends_its_attempt_alone(
             assert f"{what} is not a valid" in records(node)[0].error
         await publishes(cluster, "step-2", 2, a=A, b=B, c=C)
         assert cluster.published() == ["step-2"]
+
+
+@pytest.mark.parametrize("what", ["members/b.json", "members/c.json", "manifest.json", "abandoned.json"])
+async def test_an_object_of_which_the_store_gives_no_version_ends_its_attempt_alone(
+    clusters: Clusters, declared_warnings: DeclaredWarnings, what: str
+) -> None:
+    """It was written while the bucket kept no versions, say: reading it is what fails."""
+    declared_warnings("generation abandoned", optional=True)
+    declared_warnings("a run does not move", optional=True)
+    store = FaultyStore(memory())
+    async with clusters(store) as cluster:
+        for name in NAMES:
+            await cluster.add(name, owner=name == "a", names=NAMES, count=3)
+        saves = cluster.save("step-1", 1, a=A, b=B, c=C)
+        bad = f"{cluster.nodes['a'].keys.attempt(RUN, saves['a'])}/{what}"
+        store.plan = rules(Rule("get", refused(CorruptError("no version")), key=bad.__eq__, nth=0))
+        if what == "abandoned.json":
+            await cluster.until(lambda: cluster.nodes["b"].latest("step-1").shared, "joined")
+            cluster.nodes["b"].journal.write_now(lambda txn: abandon(cluster.nodes["b"].latest("step-1"), "lost", txn))
+        cluster.nodes["a"].mark(saves["a"])
+        await cluster.until(lambda: all(records(one)[0].state.final for one in cluster.nodes.values()), "ended")
+        await publishes(cluster, "step-2", 2, a=A, b=B, c=C)
+        assert cluster.published()[-1] == "step-2"
+
+
+async def test_an_open_record_that_is_not_there_any_more_costs_the_save_that_waited_for_it(
+    clusters: Clusters, declared_warnings: DeclaredWarnings
+) -> None:
+    """The attempt was opened and given up while the member was away, and its objects were collected since."""
+    declared_warnings("generation abandoned")
+    declared_warnings("a run does not move", optional=True)
+    store = FaultyStore(memory())
+    async with clusters(store) as cluster:
+        for name in ("b", "c"):
+            await cluster.add(name, owner=False, names=("b", "c"), count=2)
+        saves = cluster.save("step-1", 1, b=B, c=C)
+        for name, save in saves.items():
+            cluster.nodes[name].mark(save)
+        keys = cluster.nodes["b"].keys
+        await cluster.until(lambda: store.list(keys.wanted(RUN)).keys, "asked")
+        away = cluster.nodes.pop("b")
+        await away.kill()
+        await cluster.add("p", owner=True, service=True, names=("b", "c"), count=2)
+        await cluster.until_state("step-1", State.ABANDONED, "c")
+        await cluster.nodes.pop("p").kill()
+        for key in store.list(keys.attempts(RUN)).keys:
+            for version in store.list_versions(key):
+                store.delete_version(key, version.version_id)
+        b = cluster.nodes["b"] = Node(cluster.root, store, name="b")
+        b.settings, b.started = away.settings, away.started
+        await cluster.nursery.start(b.live)
+        await cluster.until_state("step-1", State.ABANDONED, "b")
 
 
 async def test_an_unreadable_open_record(clusters: Clusters, declared_warnings: DeclaredWarnings) -> None:

@@ -9,8 +9,8 @@ from cachefs.errors import DeniedError
 from cachefs.formats.manifest import Shard
 from cachefs.formats.pointer import Pointer
 from cachefs.formats.records import State
-from cachefs.publish import joining
-from cachefs.restore.reader import versions
+from cachefs.publish import joined, joining
+from cachefs.restore.reader import read_pointer, versions
 from tests.conftest import DeclaredWarnings
 from tests.publish.cluster import Cluster, Clusters, Node, records, shards
 from tests.publish.stage import RUN, memory
@@ -269,6 +269,26 @@ async def test_an_owner_that_starts_again(clusters: Clusters) -> None:
             await cluster.restart("a")
         await cluster.until_state("step-1", State.PUBLISHED)
         assert shards(cluster) == {"a.bin": "a", "b.bin": "b"}
+
+
+async def test_an_owner_that_was_a_member_for_a_while_ends_what_it_gave_up_meanwhile(
+    clusters: Clusters, declared_warnings: DeclaredWarnings
+) -> None:
+    """It had opened the attempt, and lost its part of it while another daemon owned the run."""
+    declared_warnings("generation abandoned", optional=True)
+    async with clusters() as cluster:
+        await cluster.start("a", "b", "c")
+        saves = cluster.save("step-1", 1, a=A, b=B, c=C)
+        await cluster.until(lambda: cluster.nodes["c"].latest("step-1").shared, "opened")
+        a = await cluster.restart("a", owner=False)
+        await cluster.until(lambda: a.latest("step-1").shared == saves["a"], "its own attempt is joined")
+        a.journal.write_now(lambda txn: joined.abandon(a.latest("step-1"), "lost in a power cut", txn))
+        await cluster.restart("a", owner=True)
+        await cluster.until_state("step-1", State.ABANDONED)
+        seen = read_pointer(cluster.store, a.keys, RUN)
+        assert seen is not None
+        assert not seen.pointer.open
+        assert "lost in a power cut" in cluster.nodes["c"].latest("step-1").error
 
 
 async def test_wishes_are_granted_once_by_whatever_owner(clusters: Clusters) -> None:

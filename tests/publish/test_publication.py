@@ -294,6 +294,32 @@ async def test_an_outage_of_the_store_is_waited_for_and_shown(
     assert member.attempt(attempt).error == ""
 
 
+@pytest.mark.parametrize("when", ["reported", "sealed"])
+async def test_a_store_that_is_not_there_for_a_while_condemns_nothing(
+    members: Members, declared_warnings: DeclaredWarnings, tmp_path: Path, when: str
+) -> None:
+    """Its directory is not mounted: that an object cannot be found then does not mean that it is gone."""
+    declared_warnings("publication waits")
+    declared_warnings("a run does not move", optional=True)
+    root, away = tmp_path / "store", tmp_path / "away"
+    root.mkdir()
+    member = members(DirectoryStore(str(root)))
+    attempt = member.save("step-1", 1)
+
+    def outage() -> bool:
+        record = member.attempt(attempt)
+        reached = record.report is not None if when == "reported" else record.state is State.SEALED
+        if reached and root.exists() and not record.retries:
+            root.rename(away)
+        return record.retries >= 2 or record.state.final
+
+    await member.publish(until=outage)
+    assert member.attempt(attempt).state is not State.ABANDONED, member.attempt(attempt).error
+    away.rename(root)
+    await member.publish()
+    assert member.attempt(attempt).state is State.PUBLISHED
+
+
 # candidates that must not be published
 
 

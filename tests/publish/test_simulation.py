@@ -31,7 +31,7 @@ PHASES = tuple(Phase) if LONG else (Phase.explicit, Phase.reuse, Phase.generate)
 """A world takes about half a second: one that fails is made smaller in a long run only."""
 rate = st.sampled_from((0.0, 0.0, 0.01, 0.03, 0.08))
 rates = st.builds(Rates, rate, rate, rate, rate, rate, rate, rate, st.sampled_from((0.0, 0.0, 0.01, 0.02)))
-what = st.sampled_from(("engine", "node", "disk", "pause", "cut", "owner", "clock"))
+what = st.sampled_from(("engine", "node", "disk", "pause", "cut", "owner", "clock", "damage"))
 events = st.builds(Event, st.floats(0.0, 60.0), what, st.integers(0, 4), st.sampled_from((3.0, 20.0, 90.0)))
 
 

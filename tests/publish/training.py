@@ -96,7 +96,7 @@ class Mount:
             if record is not None and not record.state.final and not tracked.stale:
                 return tracked
             if tracked.stale:
-                self.node.end(tracked.attempt, "superseded: written again after a restart")
+                self.node.end(tracked.attempt, "superseded: written again after a restart", cancelled=True)
             del self.saves[generation]
             self.left[generation] = dict(self.judge.files.get(tracked.attempt, {}))
         return None

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cachefs.errors import CorruptError, UnavailableError
+from cachefs.errors import CorruptError, NoStoreError, UnavailableError
 from cachefs.restore.shards import StoreSource, check_arithmetic, check_object, read_shard
 from cachefs.restore.verify import verify
+from cachefs.store.directory import DirectoryStore
 from cachefs.store.memory import MemoryStore
 from tests.restore.make import PART, manifest, memory, shard
 from tests.store.faults import FaultyStore, Rule, corrupted, no_faults, rules, throttled
@@ -76,6 +79,19 @@ def test_nothing_unverified_reaches_the_sink_with_ranges() -> None:
     with pytest.raises(CorruptError):
         read_shard(store, made, lambda _offset, data: got.append(data))
     assert got == [DATA[:8]]
+
+
+def test_a_store_that_is_not_there_is_not_damage(tmp_path: Path) -> None:
+    root = tmp_path / "store"
+    root.mkdir()
+    store = DirectoryStore(str(root))
+    made = shard(store, "a", DATA)
+    root.rename(tmp_path / "away")
+    for ranges in (True, False):
+        with pytest.raises(NoStoreError):
+            read_shard(store, made, ranges=ranges)
+    with pytest.raises(NoStoreError):
+        check_object(store, made)
 
 
 def test_an_unknown_outcome_is_not_damage() -> None:

@@ -20,6 +20,7 @@ from cachefs.errors import (
     CorruptError,
     DeniedError,
     InvalidError,
+    NoStoreError,
     NotFoundError,
     UnavailableError,
     Unsupported,
@@ -178,7 +179,7 @@ def test_a_short_copy_is_not_committed(store, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("number", "expected", "reason"),
     [
-        (2, NotFoundError, ""),
+        (2, NoStoreError, ""),
         (13, DeniedError, ""),
         (30, DeniedError, ""),
         (28, UnavailableError, "full"),
