@@ -181,8 +181,8 @@ class Detector(Ledger):
                 self._inner(save, name, now, renamed=renamed or name in save.renamed)
         elif closed is not None:
             self._addendum(closed, path, now, renamed=renamed)
-        elif self._placer.place(path) is None:
-            self._loose(path)
+        elif (placement := self._placer.place(path)) is None or placement.kind == "directory":
+            self._loose(path)  # in no generation, or its directory holds generations and cannot be one
         for other in self._beside(path):
             self._outer(other, path, "parent-file", now, view)
 

@@ -64,6 +64,9 @@ class Ledger:
         if closed is not None and placement is not None and _outgrown(closed.placement, placement):
             del self._closed[closed.placement.path]
             root, closed = None, None
+        elif root in self._saves and placement is not None and self._gives_way(self._saves[root], placement):
+            self._cancel(root, f"{placement.generation} began in it: it is the directory of a run")
+            root = None
         if root is not None and (save := self._saves.get(root)) is not None:
             if save.stale:
                 self._cancel(root, "superseded: written again after a restart")
@@ -83,6 +86,9 @@ class Ledger:
         save.wrote(save.placement.relative(path), now)
         self._dirty.add(save.placement.path)
         return save
+
+    def _gives_way(self, save: Save, placement: Placement) -> bool:
+        return _outgrown(save.placement, placement) and all(one.fallback for one in signals.applicable(save))
 
     def _make_room(self, placement: Placement) -> bool:
         """Single files below a new generation become part of it; a directory generation below forbids it."""

@@ -105,6 +105,8 @@ class Placer:
         temp = [(preset, match) for preset in self._directories if (match := preset.match_temp(name))]
         # A name of the second kind wins: `step100-tmp` also looks like a plain name to a preset that takes any.
         found = temp or final
+        if not all(preset.generic for preset, _ in found):
+            found = [(preset, match) for preset, match in found if not preset.fallback]
         if not found:
             return None
         step = next((step for _, match in found if (step := step_of(match)) is not None), None)

@@ -66,6 +66,8 @@ class Preset(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     - `evidence`: the preset applies once a file of this save matches one of these (empty: its name is proof enough).
     - `generic`: the directory's name proves nothing: it is no generation before a file of `evidence` appears directly
       there, and any preset that applies and stands earlier in the list goes first.
+    - `fallback`: for a generic preset: it has no say in a directory whose name another preset knows, and its save gives
+      way to a checkpoint that begins below it.
     - `temp`: names the directory has while it is written (regular expression; group `step`); no close under such a
       name.
     - `trackers`: files and links beside the generation that name it; recorded in the manifest.
@@ -83,6 +85,7 @@ class Preset(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ranks: int | None = None
     evidence: tuple[str, ...] = ()
     generic: bool = False
+    fallback: bool = False
     temp: str = ""
     temp_names: tuple[str, ...] = TEMP_NAMES
     settle: float = 5.0
@@ -152,6 +155,8 @@ def check(preset: Preset) -> Preset:
             raise InvalidError(f"{where}: close on 'quiet' is strength D")
     if preset.generic and not preset.evidence:
         raise InvalidError(f"{where}: a generic preset needs evidence")
+    if preset.fallback and not preset.generic:
+        raise InvalidError(f"{where}: only a generic preset can be a fallback")
     if not (0 <= preset.settle <= 86400 and 0 <= preset.quiet <= 86400):
         raise InvalidError(f"{where}: settle and quiet are seconds between 0 and 86400")
     if preset.strength in "CD" and preset.kind == "directory" and preset.quiet == 0:
