@@ -351,6 +351,36 @@ def test_restore(served, run, published, tmp_path):
     assert_same(contents(tmp_path / "new/step-2"), published[2])
 
 
+def test_a_restore_into_a_mount_is_one_save(served, run, published):
+    """Of its own run; what it writes under temporary names is published nowhere, nor mirrored."""
+    target = served.mnt / run / "restored"
+    for _ in range(2):
+        from_store(served, "restore", run, target, "--replace")
+        served.wait(f"{run}/restored/step-2")
+    assert_same(contents(target / "step-2"), published[2])
+    assert [name for name in runs(served) if name.startswith(run)] == [run, f"{run}/restored"]
+    assert len(json.loads(from_store(served, "ls", f"{run}/restored", "--json"))) == 2
+    assert "restoring" not in "".join(map(str, Path(served.store[7:]).rglob("*")))
+
+
+def test_a_save_that_is_renamed_into_place_is_one_save(served, run):
+    """Whatever it was called before, and whatever its files look like each by itself."""
+    for temp, step in ((".tmp-foo", 80), ("checkpoint-90.tmp", 90)):
+        (served.mnt / run / temp).mkdir(parents=True)
+        for name in ("model.safetensors", "optimizer.safetensors"):
+            put(served.mnt / run / temp / name, tensors(100, name))
+        put(served.mnt / run / temp / "trainer_state.json", b"{}")
+        (served.mnt / run / temp).rename(served.mnt / run / f"checkpoint-{step}")
+        served.wait(f"{run}/checkpoint-{step}")
+    assert [name for name in runs(served) if name.startswith(run)] == [run]
+    assert len(json.loads(from_store(served, "ls", run, "--json"))) == 2
+
+
+def runs(one: Node) -> list[str]:
+    """Return the names of the runs of the store."""
+    return sorted(entry["name"] for entry in json.loads(from_store(one, "ls", "--json")))
+
+
 def test_restore_into_what_cannot_be_written(served, run, published, tmp_path):
     """One line, nothing left."""
     put(tmp_path / "file", b"")

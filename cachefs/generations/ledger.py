@@ -6,7 +6,7 @@ from cachefs.errors import CorruptError, UnreadableError
 from cachefs.generations import signals
 from cachefs.generations.actions import Action, CancelSave, Incomplete, Loose, OpenSave, View
 from cachefs.generations.placement import Placement, Placer, parent
-from cachefs.generations.presets import TEMP_NAMES, SignalKind, matches
+from cachefs.generations.presets import SignalKind
 from cachefs.generations.saves import AGAIN, Closed, OpenFiles, Save, Seen, inside
 from cachefs.staging.changes import Kind
 
@@ -29,11 +29,7 @@ class Ledger:
 
     def open_loose(self) -> list[bytes]:
         """Return the loose files that are open for writing: logs, that may never be closed."""
-        return [
-            path
-            for path in self._files
-            if self._known(path) is None and self._placer.place(path) is None and not matches(path, TEMP_NAMES)
-        ]
+        return [path for path in self._files if self._known(path) is None and self._placer.is_loose(path)]
 
     def _known(self, path: bytes) -> bytes | None:
         """Return the root of the open or remembered generation that a path lies in."""
@@ -122,7 +118,7 @@ class Ledger:
             self._out.append(CancelSave(path, reason))
 
     def _loose(self, path: bytes) -> None:
-        if not matches(path, TEMP_NAMES):
+        if not self._placer.is_temporary(path):
             self._out.append(Loose(path))
 
     def _beside(self, path: bytes) -> list[Save]:

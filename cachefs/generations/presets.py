@@ -26,8 +26,11 @@ Expected = Literal["dcp", "index", "names", "formats"]
 
 TEMP_NAMES = (
     "**/.tmp*", "**/*.tmp", "**/*-tmp", "**/*.__lock", "**/*.dirty.pt", "**/*.orbax-checkpoint-tmp*",
+    "**/.*.restoring-*",
 )  # fmt: skip
-"""Files and directories that are never published and forbid a quiet close while they exist."""
+"""Files and directories that are never published and forbid a quiet close while they exist. The last one is where a
+restore writes (restore/files.py).
+"""
 
 
 class Signal(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -120,6 +123,11 @@ def _globs(patterns: tuple[str, ...]) -> re.Pattern[bytes]:
 def matches(path: bytes, globs: Sequence[str]) -> bool:
     """Return whether a path relative to the generation matches one of the globs."""
     return bool(globs) and _globs(tuple(globs)).fullmatch(path) is not None
+
+
+def is_temporary(path: bytes, globs: Sequence[str] = TEMP_NAMES) -> bool:
+    """Return whether any component of a path is a temporary name."""
+    return any(matches(part, globs) for part in path.split(b"/"))
 
 
 def step_of(match: re.Match[bytes]) -> int | None:

@@ -123,6 +123,8 @@ def test_globs(glob, path, expected):
         ("step-5/x", "step-5", "default", 5),
         ("ckpt/__0_0.distcp", "ckpt", "default", None),
         ("ck/ft-replicat-1/step-5/.metadata", "ck/ft-replicat-1/step-5", "ck/ft-replicat-1", 5),
+        ("run/final.tmp/.metadata", "run/final.tmp", "run", None),
+        ("run/step5-tmp/x", "run/step5-tmp", "run", 5),
         ("run/tmp-checkpoint-5/x", "run/tmp-checkpoint-5", "run", 5),
         ("run/0000000010/__0_0.distcp", "run/0000000010", "run", 10),
         ("run/checkpoint-9/global_step9/latest", "run/checkpoint-9", "run", 9),
@@ -159,6 +161,9 @@ def test_placement(path, root, run, step):
         "run/rank_3.pt", "run/model_rank0.safetensors", "run/mp_rank_00_model_states.pt", "run/model-1-of-3.pt",
         "run/layer_01-model_states.pt", "run/model_world_size_8_rank_3.pt", "model-00001-of-00002.safetensors",
         "data/train-00001-of-00002.bin",
+        "run/.tmp-foo/model.pt", "run/x.tmp/deep/model.pt", "run/.tmp-foo/checkpoint-5/config.json",
+        "out/.checkpoint-5.restoring-71c9/new/model.pt", "out/.final.restoring-71c9/new/.metadata",
+        "out/.checkpoint-9.restoring-71c9/new/global_step9/latest", "run/x.tmp/model/__0_0.distcp",
     ],
 )  # fmt: skip
 def test_loose_paths(path):
