@@ -10,6 +10,7 @@ import select
 import shutil
 import signal
 import subprocess
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -305,6 +306,30 @@ def test_ls(served, run, published):
     entries = json.loads(from_store(served, "ls", run, "--json"))
     assert [entry["published"]["generation"] for entry in entries] == ["step-2", "step-1"]
     from_store(served, "ls", "no such run", code=66)
+
+
+def test_ls_of_what_is_no_store(tmp_path):
+    """It stays what it was."""
+    result = CliRunner().invoke(app, ["ls", "--store", f"file://{tmp_path}"])
+    assert (result.exit_code, result.output) == (0, f"no runs in file://{tmp_path}\n")
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
+def test_who_may_only_read_a_directory_store_can_list_verify_and_restore(served, run, published):
+    """Without a lease, which is said."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as place:  # the directory of the test is closed to other users
+        store = shutil.copytree(served.root / "store", Path(place) / "store")
+        Path(place).chmod(0o777)
+
+        def commands(target: str) -> list[Any]:
+            asked = (["ls", run], ["verify", run], ["restore", run, f"{place}/{target}"])
+            results = [CliRunner().invoke(app, [*one, "--store", f"file://{store}"]) for one in asked]
+            return [[result.exit_code, "no lease" in result.stderr] for result in results]
+
+        commands("warm")  # what is imported late cannot be read by everybody
+        assert as_user(1234, store, lambda: commands("target")) == [[0, False], [0, True], [0, True]]
+        assert_same(contents(Path(place) / "target/step-2"), published[2])
 
 
 def test_verify(served, run, published):

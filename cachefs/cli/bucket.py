@@ -38,8 +38,8 @@ NoLease = Annotated[
 
 
 def given_store(config: Path | None, flags: dict[str, Any], workers: int = 8) -> tuple[ObjectStore, Keys]:
-    """Return the store that the settings name, which is there, and its keys. Raises InvalidError and the store's
-    errors.
+    """Return the store that the settings name, which is there and can be read, and its keys; nothing is changed in it.
+    Raises InvalidError and the store's errors.
     """
     found = settings(config, flags)
     if "store" not in found:
@@ -105,6 +105,8 @@ def _ls_runs(store: ObjectStore, keys: Keys, as_json: bool) -> None:
     found = list(list_runs(store, keys))
     if as_json:
         show.json(found)
+    elif not found:
+        show.console.print(f"no runs in {store.url}", highlight=False, markup=False)
     else:
         table = Table(box=None, pad_edge=False, header_style="bold")
         for column in ("run", "published", "step", "epoch", "owner"):

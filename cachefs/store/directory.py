@@ -88,6 +88,10 @@ class DirectoryStore:
 
     def check(self) -> None:
         with translated(self.url):
+            os.listdir(self._root)
+
+    def prepare(self) -> None:
+        with translated(self.url):
             for name in ("locks", "new", "uploads"):
                 make_directories(self._root, f"{_OWN}/{name}")
             with self._lock(""):

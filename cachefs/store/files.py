@@ -32,6 +32,7 @@ def store_error(error: OSError, where: str) -> StoreError | DeniedError | NotFou
     """Return the store's error for a failed system call. Pure."""
     message = f"{where}: {os.strerror(error.errno) if error.errno else error}"
     if error.errno in _DENIED:
+        message += f": {error.filename}" if error.filename else ""
         return DeniedError(message, hint="check the directory's owner and permissions")
     if error.errno in (errno.ENOENT, errno.ENOTDIR):
         return NotFoundError(message, hint="is the directory there, and its file system mounted?")

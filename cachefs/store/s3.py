@@ -97,6 +97,9 @@ class S3Store:
         with _translated("HeadBucket"):
             self._bulk.head_bucket(Bucket=self._bucket)
 
+    def prepare(self) -> None:
+        self.check()
+
     def versioning(self) -> bool:
         with _translated("GetBucketVersioning"):
             return bool(self._bulk.get_bucket_versioning(Bucket=self._bucket).get("Status") == "Enabled")

@@ -40,7 +40,7 @@ def sha(body: bytes) -> bytes:
 @pytest.fixture
 def store(tmp_path) -> DirectoryStore:
     made = DirectoryStore(str(tmp_path))
-    made.check()
+    made.prepare()
     return made
 
 
@@ -99,6 +99,21 @@ def test_a_missing_root_is_not_an_empty_store(tmp_path):
         with pytest.raises(NotFoundError):
             act()
     assert not (tmp_path / "not-mounted").exists()
+
+
+def test_a_check_changes_nothing(tmp_path):
+    """A directory given by mistake stays what it was, and a store can be read by who may not write."""
+    store = DirectoryStore(str(tmp_path))
+    store.check()
+    assert store.list("runs/").keys == ()
+    assert os.listdir(tmp_path) == []
+    store.prepare()
+    assert os.listdir(tmp_path) == [".cachefs"]
+
+
+def test_a_refused_path_is_named():
+    error = store_error(PermissionError(errno.EACCES, "x", "/dir/runs/r"), "file:///dir")
+    assert str(error) == "file:///dir: Permission denied: /dir/runs/r"
 
 
 def test_bytes_that_shrank_are_noticed(store, tmp_path):
@@ -342,7 +357,7 @@ def _every_death(act_of, check_of, tmp_path) -> int:
             root = tmp_path / f"{before}-{step}"
             root.mkdir()
             store = DirectoryStore(str(root))
-            store.check()
+            store.prepare()
             act = act_of(store)
             lived = _killed(act, step, before)
             store.sweep(age=-1.0)
