@@ -339,6 +339,8 @@ def test_verify(served, run, published):
     assert newest == {"run": run, "generation": "step-2", "level": "bytes", "shards": 3, "bytes": size}
     assert from_store(served, "verify", run, "-g", "step-1").startswith(f"{run}/step-1: 3 shards, ")
     assert json.loads(from_store(served, "verify", run, "--checksums-only", "--json"))["level"] == "checksum"
+    text = from_store(served, "verify", run, "--checksums-only")
+    assert text == f"{run}/step-2: 3 shards, {size} bytes, checksums as recorded; no bytes were read\n"
     from_store(served, "verify", run, "-g", "step-9", code=66)
 
 

@@ -131,7 +131,10 @@ def verify(
     *,
     generation: Generation = None,
     checksums_only: Annotated[
-        bool, typer.Option("--checksums-only", help="Compare the store's own checksums; read no bytes.")
+        bool,
+        typer.Option(
+            "--checksums-only", help="Compare what the store says; read no bytes of what it has a checksum of."
+        ),
     ] = False,
     workers: Workers = 8,
     no_lease: NoLease = False,
@@ -153,9 +156,12 @@ def verify(
             ranges=False,
             progress=lambda count: bar.advance(task, count),
         )
+    found = "all as promised"
+    if checksums_only:
+        found = f"checksums as recorded; {done.read or 'no'} bytes were read"
     show.result(
         {"run": run, "generation": manifest.generation, "level": level, "shards": done.shards, "bytes": done.bytes},
-        f"{run}/{manifest.generation}: {done.shards} shards, {done.bytes} bytes, all as promised",
+        f"{run}/{manifest.generation}: {done.shards} shards, {done.bytes} bytes, {found}",
         as_json=as_json,
     )
 

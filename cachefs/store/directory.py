@@ -155,7 +155,10 @@ class DirectoryStore:
         with translated(self.url):
             os.stat(self._root)
             record = current(directory)[1] if version_id is None else find(directory, version_id)
-        return record.info() if record and not record.marker else None
+        if record is None or record.marker:
+            return None
+        with translated(f"version {record.version_id} of {key}"):
+            return record.info() if self._holds(directory, record) else None
 
     def get(self, key: str, version_id: str | None = None) -> tuple[ObjectInfo, bytes] | None:
         info = self.head(key, version_id)
@@ -275,6 +278,20 @@ class DirectoryStore:
                         continue  # a delete of another key pruned the directory under us
         raise ConditionConflict(f"{key}: other writers took every number that was tried")
 
+    def _holds(self, directory: str, record: Record) -> bool:
+        """Return whether the bytes of a version are there, as many as its record says; False when it was deleted since
+        the record was read.
+        """
+        try:
+            held = os.stat(os.path.join(directory, record.version_id)).st_size
+        except FileNotFoundError:
+            if find(directory, record.version_id) is None:
+                return False
+            raise
+        if held != record.size:
+            raise CorruptError(f"version {record.version_id} of {record.key} has {held} bytes, not {record.size}")
+        return True
+
     def _directory(self, key: str) -> str:
         return os.path.join(self._root, versions_path(key))
 
@@ -302,9 +319,6 @@ class DirectoryStore:
         with translated(f"version {version_id} of {key}"):
             fd = os.open(os.path.join(self._directory(key), version_id), os.O_RDONLY | os.O_CLOEXEC)
             try:
-                held = os.fstat(fd).st_size
-                if held != info.size:
-                    raise CorruptError(f"version {version_id} of {key} has {held} bytes, not {info.size}")
                 yield fd, info.size
             finally:
                 os.close(fd)

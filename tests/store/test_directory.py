@@ -125,12 +125,27 @@ def test_bytes_that_shrank_are_noticed(store, tmp_path):
         lambda: store.get("a"),
         lambda: list(store.get_stream("a", info.version_id)),
         lambda: store.get_range("a", info.version_id, 0, 2),
+        lambda: store.head("a"),
     ):
         with pytest.raises(CorruptError):
             read()
     path.unlink()
-    with pytest.raises(NotFoundError):
-        store.get("a")
+    for read in (lambda: store.get("a"), lambda: store.head("a")):
+        with pytest.raises(NotFoundError):
+            read()
+
+
+def test_a_version_that_is_deleted_while_it_is_looked_at_is_gone(store, monkeypatch):
+    info = store.put("a", b"0123456789", condition=None)
+
+    def deleted(*arguments):
+        record = filerecords.find(*arguments)
+        monkeypatch.undo()
+        store.delete_version("a", info.version_id)
+        return record
+
+    monkeypatch.setattr(directory, "find", deleted)
+    assert store.head("a", info.version_id) is None
 
 
 def test_a_damaged_record_is_noticed(store, tmp_path):
