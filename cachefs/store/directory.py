@@ -5,17 +5,17 @@ On disk:
     <dir>/a/b.bin@/00000002-5f1e0c9ab3d4     the bytes of a version of key `a/b.bin`; its name is the version id
     <dir>/a/b.bin@/00000002.json             its record: key, version id, size, SHA-256, metadata; or a delete marker
     <dir>/.cachefs/locks/<00..ff>             one lock file per hash of the key
-    <dir>/.cachefs/new/<id>/                 one change in the making: `body` and `record`
+    <dir>/.cachefs/new/<id>/                  one change in the making: `body` and `record`
     <dir>/.cachefs/uploads/<id>/              a multipart upload: `upload` and `<number>-<sha256>` for each part
 
 A version exists when its record does; the record with the highest number is the current version. See filekeys.py for
 the names of keys. The stored files are ordinary and read-only: `sha256sum`, `cp` and `jq` are enough to read a store.
 
-Writes: bytes and record are written and synced in `work`, then, under the key's lock, the condition is checked and both
-are linked into place, the record last. Taking the next number with link(2) is exclusive by itself, so that even on a
-file system whose locks are not shared no two writers both win. A process killed anywhere leaves nothing or a whole
-version, and perhaps an entry in `work`; its `record` says which bytes it may have put in place, and `sweep` removes
-both. ETags are the version id, so they never repeat. Times are those of the file system.
+Writes: bytes and record are written and synced in `.cachefs/new`, then, under the key's lock, the condition is checked
+and both are linked into place, the record last. Taking the next number with link(2) is exclusive by itself, so that
+even on a file system whose locks are not shared no two writers both win. A process killed anywhere leaves nothing or a
+whole version, and perhaps an entry in `.cachefs/new`; its `record` says which bytes it may have put in place, and
+`sweep` removes both. ETags are the version id, so they never repeat. Times are those of the file system.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ from cachefs.store.fileuploads import Uploads
 from cachefs.store.listing import fold, is_probe_key
 
 SWEEP_AGE = 86400.0
-"""Age, seconds, after which an entry in `work` is taken to be left over by a dead process."""
+"""Age, seconds, after which an entry in `.cachefs/new` is taken to be left over by a dead process."""
 
 _OWN = ".cachefs"
 _TRIES = 16
@@ -199,7 +199,7 @@ class DirectoryStore:
             record = find(directory, version_id)
             if record is None:
                 return
-            # the record first, and into `work`: if we die here, the sweep knows which bytes are left
+            # the record first, and into `.cachefs/new`: if we die here, the sweep knows which bytes are left
             os.rename(record_path(directory, record.number), os.path.join(work, "record"))
             sync_directory(directory)
             self._drop(record)
@@ -210,7 +210,7 @@ class DirectoryStore:
         self._commit(key, None, 0, None, {}, None)
 
     def sweep(self, age: float = SWEEP_AGE) -> int:
-        """Remove what processes that died left in `work` at least `age` seconds ago; return how many entries."""
+        """Remove what processes that died left in `.cachefs/new` at least `age` seconds ago; return how many."""
         swept = 0
         with translated(self.url), self._work() as own:
             now = os.stat(own).st_mtime
