@@ -176,6 +176,19 @@ def test_a_fallback_has_no_say_where_another_preset_knows_the_name():
         assert "hf-model" not in [preset.name for preset in placement.candidates]
 
 
+def test_what_is_mirrored_as_loose():
+    placer = Placer(AUTO)
+    assert placer.is_loose(b"run/progress.txt")
+    assert placer.is_loose(b"run/rank_3.pt")
+    for path in (
+        b"run/model.pt",
+        b"run/notes.tmp",
+        b"run/.tmp-foo/rank_3.pt",
+        b"out/.final.restoring-71c9/new/config.json",
+    ):
+        assert not placer.is_loose(path)
+
+
 def test_default_run_and_relative():
     placer = Placer(AUTO, "exp")
     placement = placer.place(b"step-5/a/b")

@@ -561,7 +561,7 @@ def test_a_save_written_in_a_temporary_directory_is_one_save_when_that_is_rename
 
 def test_a_directory_that_its_contents_make_a_generation_is_one_when_it_leaves_a_temporary_one():
     world = World()
-    world.put("out/.final.restoring-71c9/new/a.pt", ZIP)
+    world.put("out/.final.restoring-71c9/new/!first.pt", ZIP)
     dcp_save(world, "out/.final.restoring-71c9/new")
     assert not world.opens
     world.rename("out/.final.restoring-71c9/new", "out/final")
