@@ -96,7 +96,7 @@ class Engine:
             config.run,
             interval=config.loose_interval,
             part_size=config.part_size,
-            is_loose=lambda path: self._placer.place(path) is None,
+            is_loose=self._placer.is_loose,
         )
         self._publisher: Publisher | None = None
         self._looking: Looking | None = None
@@ -185,7 +185,7 @@ class Engine:
                 # What changed while nobody looked is found by its identity.
                 for name in map(os.fsencode, os.listdir(self._tree_fd)):
                     is_dir = stat.S_ISDIR(os.stat(name, dir_fd=self._tree_fd, follow_symlinks=False).st_mode)
-                    if is_dir or self._placer.place(name) is None:
+                    if is_dir or self._placer.is_loose(name):
                         self._loose.note(name)
                 await nursery.start(self._loose.run)
 

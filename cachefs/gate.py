@@ -35,10 +35,12 @@ SUSPICIOUS = (CorruptError, ProbeError, Unsupported)
 _log = structlog.get_logger(__name__)
 
 
-def check(store: ObjectStore) -> None:
-    """Check that a store is there and can be used; an error names it. Blocks."""
+def check(store: ObjectStore, *, writes: bool = False) -> None:
+    """Check that a store is there and can be read, with `writes` also make it ready for them; an error names it.
+    Blocks.
+    """
     try:
-        store.check()
+        (store.prepare if writes else store.check)()
     except (NotFoundError, DeniedError) as error:
         reason = str(error).removeprefix(f"{store.url}: ")
         hint = error.hint or "does it exist, in this region, and do these credentials allow it?"
@@ -53,7 +55,7 @@ def try_store(store: ObjectStore) -> tuple[bool | None, str]:
     not answer is no reason: the mount absorbs writes, and the probe is repeated until there is an answer.
     """
     try:
-        check(store)
+        check(store, writes=True)
         report = probe(store)
     except UnavailableError as error:
         _log.warning("store does not answer; nothing is published until it does", error=str(error))

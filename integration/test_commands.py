@@ -10,6 +10,7 @@ import select
 import shutil
 import signal
 import subprocess
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -307,6 +308,30 @@ def test_ls(served, run, published):
     from_store(served, "ls", "no such run", code=66)
 
 
+def test_ls_of_what_is_no_store(tmp_path):
+    """It stays what it was."""
+    result = CliRunner().invoke(app, ["ls", "--store", f"file://{tmp_path}"])
+    assert (result.exit_code, result.output) == (0, f"no runs in file://{tmp_path}\n")
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
+def test_who_may_only_read_a_directory_store_can_list_verify_and_restore(served, run, published):
+    """Without a lease, which is said."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as place:  # the directory of the test is closed to other users
+        store = shutil.copytree(served.root / "store", Path(place) / "store")
+        Path(place).chmod(0o777)
+
+        def commands(target: str) -> list[Any]:
+            asked = (["ls", run], ["verify", run], ["restore", run, f"{place}/{target}"])
+            results = [CliRunner().invoke(app, [*one, "--store", f"file://{store}"]) for one in asked]
+            return [[result.exit_code, "no lease" in result.stderr] for result in results]
+
+        commands("warm")  # what is imported late cannot be read by everybody
+        assert as_user(1234, store, lambda: commands("target")) == [[0, False], [0, True], [0, True]]
+        assert_same(contents(Path(place) / "target/step-2"), published[2])
+
+
 def test_verify(served, run, published):
     """By bytes and by checksums, the newest and an older generation."""
     newest = json.loads(from_store(served, "verify", run, "--json"))
@@ -314,6 +339,8 @@ def test_verify(served, run, published):
     assert newest == {"run": run, "generation": "step-2", "level": "bytes", "shards": 3, "bytes": size}
     assert from_store(served, "verify", run, "-g", "step-1").startswith(f"{run}/step-1: 3 shards, ")
     assert json.loads(from_store(served, "verify", run, "--checksums-only", "--json"))["level"] == "checksum"
+    text = from_store(served, "verify", run, "--checksums-only")
+    assert text == f"{run}/step-2: 3 shards, {size} bytes, checksums as recorded; no bytes were read\n"
     from_store(served, "verify", run, "-g", "step-9", code=66)
 
 
@@ -349,6 +376,36 @@ def test_restore(served, run, published, tmp_path):
     assert (tmp_path / "new/step-2/mine").exists()
     from_store(served, "restore", run, tmp_path / "new", "--replace")
     assert_same(contents(tmp_path / "new/step-2"), published[2])
+
+
+def test_a_restore_into_a_mount_is_one_save(served, run, published):
+    """Of its own run; what it writes under temporary names is published nowhere, nor mirrored."""
+    target = served.mnt / run / "restored"
+    for _ in range(2):
+        from_store(served, "restore", run, target, "--replace")
+        served.wait(f"{run}/restored/step-2")
+    assert_same(contents(target / "step-2"), published[2])
+    assert [name for name in runs(served) if name.startswith(run)] == [run, f"{run}/restored"]
+    assert len(json.loads(from_store(served, "ls", f"{run}/restored", "--json"))) == 2
+    assert "restoring" not in "".join(map(str, Path(served.store[7:]).rglob("*")))
+
+
+def test_a_save_that_is_renamed_into_place_is_one_save(served, run):
+    """Whatever it was called before, and whatever its files look like each by itself."""
+    for temp, step in ((".tmp-foo", 80), ("checkpoint-90.tmp", 90)):
+        (served.mnt / run / temp).mkdir(parents=True)
+        for name in ("model.safetensors", "optimizer.safetensors"):
+            put(served.mnt / run / temp / name, tensors(100, name))
+        put(served.mnt / run / temp / "trainer_state.json", b"{}")
+        (served.mnt / run / temp).rename(served.mnt / run / f"checkpoint-{step}")
+        served.wait(f"{run}/checkpoint-{step}")
+    assert [name for name in runs(served) if name.startswith(run)] == [run]
+    assert len(json.loads(from_store(served, "ls", run, "--json"))) == 2
+
+
+def runs(one: Node) -> list[str]:
+    """Return the names of the runs of the store."""
+    return sorted(entry["name"] for entry in json.loads(from_store(one, "ls", "--json")))
 
 
 def test_restore_into_what_cannot_be_written(served, run, published, tmp_path):

@@ -7,6 +7,7 @@ brings back is loaded by the framework itself.
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import shutil
 import socket
@@ -20,6 +21,7 @@ import pytest
 
 from integration.bucket import Bucket
 from integration.node import Node, node
+from integration.world import index, tensors
 from tests.servers import Server
 
 pytestmark = [pytest.mark.mount, pytest.mark.server]
@@ -198,6 +200,22 @@ def sync_directory(path: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def test_a_sharded_model_in_a_directory_of_any_name(trainer: Node, bucket: Bucket, tmp_path: Path) -> None:
+    """What `save_pretrained("final")` writes is one generation: the run holds it, and none of its shards."""
+    final = trainer.mnt / "hf" / "final"
+    final.mkdir(parents=True)
+    names = [f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)]
+    files = {"config.json": b"{}", **{name: tensors(1000, name) for name in names}}
+    for name, data in {**files, "model.safetensors.index.json": index(names), "tokenizer.json": b"{}"}.items():
+        write(final / name, data)
+    trainer.wait("hf/final")
+    saved = contents(final)
+    restored = lose_and_restore(trainer, bucket, "hf", saved, tmp_path / "out")
+    assert contents(restored) == {f"final/{name}": data for name, data in saved.items()}
+    listed = trainer.run("ls", "hf", "--json", "--store", trainer.store, *trainer.options[:2]).stdout
+    assert [entry["published"]["generation"] for entry in json.loads(listed)] == ["final"]
 
 
 @pytest.mark.torch

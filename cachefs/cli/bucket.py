@@ -38,8 +38,8 @@ NoLease = Annotated[
 
 
 def given_store(config: Path | None, flags: dict[str, Any], workers: int = 8) -> tuple[ObjectStore, Keys]:
-    """Return the store that the settings name, which is there, and its keys. Raises InvalidError and the store's
-    errors.
+    """Return the store that the settings name, which is there and can be read, and its keys; nothing is changed in it.
+    Raises InvalidError and the store's errors.
     """
     found = settings(config, flags)
     if "store" not in found:
@@ -105,6 +105,8 @@ def _ls_runs(store: ObjectStore, keys: Keys, as_json: bool) -> None:
     found = list(list_runs(store, keys))
     if as_json:
         show.json(found)
+    elif not found:
+        show.console.print(f"no runs in {store.url}", highlight=False, markup=False)
     else:
         table = Table(box=None, pad_edge=False, header_style="bold")
         for column in ("run", "published", "step", "epoch", "owner"):
@@ -129,7 +131,10 @@ def verify(
     *,
     generation: Generation = None,
     checksums_only: Annotated[
-        bool, typer.Option("--checksums-only", help="Compare the store's own checksums; read no bytes.")
+        bool,
+        typer.Option(
+            "--checksums-only", help="Compare what the store says; read no bytes of what it has a checksum of."
+        ),
     ] = False,
     workers: Workers = 8,
     no_lease: NoLease = False,
@@ -151,9 +156,12 @@ def verify(
             ranges=False,
             progress=lambda count: bar.advance(task, count),
         )
+    found = "all as promised"
+    if checksums_only:
+        found = f"checksums as recorded; {done.read or 'no'} bytes were read"
     show.result(
         {"run": run, "generation": manifest.generation, "level": level, "shards": done.shards, "bytes": done.bytes},
-        f"{run}/{manifest.generation}: {done.shards} shards, {done.bytes} bytes, all as promised",
+        f"{run}/{manifest.generation}: {done.shards} shards, {done.bytes} bytes, {found}",
         as_json=as_json,
     )
 

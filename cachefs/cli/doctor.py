@@ -111,7 +111,7 @@ def _staging(path: Path) -> Finding:
 def _store(found: dict[str, Any]) -> Iterator[Finding]:
     try:
         store = open_store(found["store"], endpoint_url=found.get("endpoint_url"), region=found.get("region"))
-        gate.check(store)
+        gate.check(store, writes=True)
     except CachefsError as error:
         yield Finding("store", str(error), error)
         return

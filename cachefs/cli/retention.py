@@ -159,7 +159,10 @@ def rollback(
         str | None, typer.Option("--attempt", help="Which save of that name; default: the newest.", show_default=False)
     ] = None,
     checksums_only: Annotated[
-        bool, typer.Option("--checksums-only", help="Compare the store's own checksums; read no bytes.")
+        bool,
+        typer.Option(
+            "--checksums-only", help="Compare what the store says; read no bytes of what it has a checksum of."
+        ),
     ] = False,
     workers: Workers = 8,
     config: ConfigFile = None,

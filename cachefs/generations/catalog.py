@@ -248,10 +248,30 @@ TIMM = Preset(name="timm", kind="file", pattern=r"checkpoint-(?P<step>\d+)\.pth\
 LIGHTNING = Preset(name="lightning", kind="file", pattern=r".*step=(?P<step>\d+).*\.ckpt")
 # Only a number after one of these words is a step: `val=0.25`, `rank_3` and `-00001-of-00002` hold none.
 _STEP_WORD = r"(?:global_?step|step|iter(?:ation)?|ckpt|checkpoint|epoch|model|state)"
+_STEP = rf"(?:(?:.*[-_.])?{_STEP_WORD}[-_=]?)?(?P<step>\d+)"
+# One of several files: of a counted set, of a rank (DeepSpeed, verl; not the rank of a LoRA), of a layer (DeepSpeed).
+# Each by itself would be published as if it were the whole.
+_SHARD = r".*\d-of-\d.*|(?:.*[-_.])?(?<!lora.)rank[-_]?\d.*|.*[-_](?:model|optim)_states\.pt"
 SINGLE = Preset(
     name="single",
     kind="file",
-    pattern=rf"(?:(?:(?:.*[-_.])?{_STEP_WORD}[-_=]?)?(?P<step>\d+)|.*)\.(?:pt|ckpt|safetensors)",
+    pattern=rf"(?!(?:{_SHARD})$)(?:{_STEP}|.*)\.(?:pt|ckpt|safetensors)",
+)
+# transformers/modeling_utils.py, save_pretrained: config.json, shards, then the index. A tokenizer follows.
+# In a checkpoint the index stands in the middle, so this is for directories that no other preset knows. torch's
+# HuggingFaceStorageWriter writes shards into `sharded/` first.
+_HF_SHARDS = ("*-?????-of-?????.safetensors", "*model*-?????-of-?????.bin")
+_HF_INDEX = ("*.safetensors.index.json", "*.bin.index.json")
+HF_MODEL = Preset(
+    name="hf-model",
+    pattern=rf"(?!sharded$)(?:{_STEP}|.*)",
+    close=(Signal("closed-in", _HF_INDEX),),
+    strength="C",
+    expected=("index", "names", "formats"),
+    evidence=(*_HF_SHARDS, *_HF_INDEX, "sharded/*-?????-of-?????.safetensors"),
+    generic=True,
+    fallback=True,
+    temp=_TMP_DIR,
 )
 # Hand-written loops that save several files into a directory per step. Nothing tells a finished save from one whose
 # trainer died, but the start of the next one; so this is for loops that are known to be synchronous, and not in AUTO.
@@ -271,7 +291,7 @@ BUILTIN: dict[str, Preset] = {
     for preset in (
         TORCHTITAN, MEGATRON, MEGATRON_LEGACY, MEGATRON_RELEASE, NEMO, DEEPSPEED, HF_TRAINER, HF_TRAINER_TMP,
         ACCELERATE, LIGHTNING_SHARDED, LIGHTNING_DEEPSPEED, ORBAX, ORBAX_COMMIT, COMPOSER, TORCHTUNE, OLMO, OLMO_CORE,
-        NANOTRON, VERL, LINGUA, DCP, DCP_LOCAL, NVRX_LOCAL, COMPOSER_FILE, TIMM, LIGHTNING, SINGLE, PLAIN,
+        NANOTRON, VERL, LINGUA, DCP, DCP_LOCAL, HF_MODEL, NVRX_LOCAL, COMPOSER_FILE, TIMM, LIGHTNING, SINGLE, PLAIN,
     )
 }  # fmt: skip
 """Every built-in preset by name."""

@@ -22,7 +22,6 @@ from cachefs.generations.actions import (
     CloseSave,
     Held,
     Incomplete,
-    Loose,
     MoveSave,
     ResumedSave,
     View,
@@ -181,8 +180,8 @@ class Detector(Ledger):
                 self._inner(save, name, now, renamed=renamed or name in save.renamed)
         elif closed is not None:
             self._addendum(closed, path, now, renamed=renamed)
-        elif self._placer.place(path) is None:
-            self._loose(path)
+        elif (placement := self._placer.place(path)) is None or placement.kind == "directory":
+            self._loose(path)  # in no generation, or its directory holds generations and cannot be one
         for other in self._beside(path):
             self._outer(other, path, "parent-file", now, view)
 
@@ -297,10 +296,14 @@ class Detector(Ledger):
         if path in self._saves or path in self._closed:
             return
         target = self._known(path) or (placed.path if (placed := self._placer.place(path, is_dir=True)) else None)
-        if target is None:
-            self._out += [Loose(old), Loose(path)]
+        appeared = self._placer.is_temporary(old) and not self._placer.is_temporary(path)
+        if target is None and not appeared:
+            self._loose(old)
+            self._loose(path)
             return
         arrived = [path + b"/" + name for name in view.names(path)]
+        # What makes a directory a generation first: single files in it are no saves of their own then.
+        arrived.sort(key=lambda file: (place := self._placer.place(file)) is None or place.kind == "file")
         for file in arrived:
             self._touch(file, Kind.RENAMED, now)
         for file in arrived:

@@ -169,7 +169,7 @@ class Effects:
             moved = Tracked(clock.new_id(), placement)
             self.saves[placement.path] = moved
             return each(
-                [self.end_attempt(save.attempt, f"renamed to {placement.generation}"), self._journal_open(moved)]
+                [self.end_attempt(save.attempt, f"renamed to {to_text(placement.path)}"), self._journal_open(moved)]
             )
         save.placement = placement
         self.saves[placement.path] = save

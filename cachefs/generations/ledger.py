@@ -6,7 +6,7 @@ from cachefs.errors import CorruptError, UnreadableError
 from cachefs.generations import signals
 from cachefs.generations.actions import Action, CancelSave, Incomplete, Loose, OpenSave, View
 from cachefs.generations.placement import Placement, Placer, parent
-from cachefs.generations.presets import TEMP_NAMES, SignalKind, matches
+from cachefs.generations.presets import SignalKind
 from cachefs.generations.saves import AGAIN, Closed, OpenFiles, Save, Seen, inside
 from cachefs.staging.changes import Kind
 
@@ -29,11 +29,7 @@ class Ledger:
 
     def open_loose(self) -> list[bytes]:
         """Return the loose files that are open for writing: logs, that may never be closed."""
-        return [
-            path
-            for path in self._files
-            if self._known(path) is None and self._placer.place(path) is None and not matches(path, TEMP_NAMES)
-        ]
+        return [path for path in self._files if self._known(path) is None and self._placer.is_loose(path)]
 
     def _known(self, path: bytes) -> bytes | None:
         """Return the root of the open or remembered generation that a path lies in."""
@@ -64,6 +60,9 @@ class Ledger:
         if closed is not None and placement is not None and _outgrown(closed.placement, placement):
             del self._closed[closed.placement.path]
             root, closed = None, None
+        elif root in self._saves and placement is not None and self._gives_way(self._saves[root], placement):
+            self._cancel(root, f"{placement.generation} began in it: it is the directory of a run")
+            root = None
         if root is not None and (save := self._saves.get(root)) is not None:
             if save.stale:
                 self._cancel(root, "superseded: written again after a restart")
@@ -83,6 +82,9 @@ class Ledger:
         save.wrote(save.placement.relative(path), now)
         self._dirty.add(save.placement.path)
         return save
+
+    def _gives_way(self, save: Save, placement: Placement) -> bool:
+        return _outgrown(save.placement, placement) and all(one.fallback for one in signals.applicable(save))
 
     def _make_room(self, placement: Placement) -> bool:
         """Single files below a new generation become part of it; a directory generation below forbids it."""
@@ -116,7 +118,7 @@ class Ledger:
             self._out.append(CancelSave(path, reason))
 
     def _loose(self, path: bytes) -> None:
-        if not matches(path, TEMP_NAMES):
+        if not self._placer.is_temporary(path):
             self._out.append(Loose(path))
 
     def _beside(self, path: bytes) -> list[Save]:

@@ -8,7 +8,7 @@ from typing import Literal
 import msgspec
 
 from cachefs.formats.names import to_text
-from cachefs.generations.presets import Preset, matches, step_of
+from cachefs.generations.presets import Preset, is_temporary, matches, step_of
 
 
 class Placement(msgspec.Struct, frozen=True):
@@ -40,7 +40,9 @@ class Placer:
 
     A name that only a checkpoint has (`step-100`) decides, and the outermost such directory is the generation: what
     lies deeper belongs to it. A directory with any other name becomes one only through a file of a generic preset's
-    `evidence` in it, the innermost first. A file outside both is a generation of its own when its name matches.
+    `evidence` in it, the innermost first. A file outside both is a generation of its own when its name matches. Nothing
+    below a directory with a temporary name is placed, unless that directory is the generation itself: what is written
+    there is looked at when the directory gets its name.
     """
 
     def __init__(self, presets: tuple[Preset, ...], default_run: str = "default") -> None:
@@ -49,6 +51,7 @@ class Placer:
         self._directories = tuple(preset for preset in presets if preset.kind == "directory")
         self._generic = tuple(preset for preset in self._directories if preset.generic)
         self._files = tuple(preset for preset in presets if preset.kind == "file")
+        self._in_temporary = lru_cache(maxsize=16384)(is_temporary)
         self._named = lru_cache(maxsize=16384)(self._find_named)
         self._directory = lru_cache(maxsize=16384)(self._make_directory)
 
@@ -59,6 +62,14 @@ class Placer:
         if named is not None or is_dir:
             return named
         return self._by_evidence(path) or self._as_file(path)
+
+    def is_loose(self, path: bytes) -> bool:
+        """Return whether a file is in no generation, and neither it nor a directory above it has a temporary name."""
+        return self.place(path) is None and not self.is_temporary(path)
+
+    def is_temporary(self, path: bytes) -> bool:
+        """Return whether a path or a directory above it has a temporary name."""
+        return is_temporary(path.rpartition(b"/")[2]) or self._in_temporary(parent(path))
 
     def directory(self, path: bytes) -> Placement | None:
         """Return the placement of a directory itself, or None when no preset knows its name."""
@@ -85,8 +96,10 @@ class Placer:
             name = root.rpartition(b"/")[2]
             inside = path[len(root) + 1 :]
             for preset in self._generic:
-                if matches(inside, preset.evidence) and (preset.match(name) or preset.match_temp(name)):
-                    return self._directory(root)
+                if not matches(inside, preset.evidence) or not (preset.match(name) or preset.match_temp(name)):
+                    continue
+                if (found := self._directory(root)) is not None:
+                    return found
             root = parent(root)
         return None
 
@@ -94,7 +107,7 @@ class Placer:
         name = path.rpartition(b"/")[2]
         found = [(preset, match) for preset in self._files if (match := preset.match(name))]
         found = [(preset, match) for preset, match in found if not matches(name, preset.temp_names)]
-        if not found:
+        if not found or self._in_temporary(parent(path)):
             return None
         step = next((step for _, match in found if (step := step_of(match)) is not None), None)
         return self._build(path, step, "file", tuple(preset for preset, _ in found), temporary=False)
@@ -105,7 +118,9 @@ class Placer:
         temp = [(preset, match) for preset in self._directories if (match := preset.match_temp(name))]
         # A name of the second kind wins: `step100-tmp` also looks like a plain name to a preset that takes any.
         found = temp or final
-        if not found:
+        if not all(preset.generic for preset, _ in found):
+            found = [(preset, match) for preset, match in found if not preset.fallback]
+        if not found or self._in_temporary(parent(path)):
             return None
         step = next((step for _, match in found if (step := step_of(match)) is not None), None)
         return self._build(path, step, "directory", tuple(p for p, _ in found), temporary=bool(temp))

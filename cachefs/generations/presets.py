@@ -26,8 +26,11 @@ Expected = Literal["dcp", "index", "names", "formats"]
 
 TEMP_NAMES = (
     "**/.tmp*", "**/*.tmp", "**/*-tmp", "**/*.__lock", "**/*.dirty.pt", "**/*.orbax-checkpoint-tmp*",
+    "**/.*.restoring-*",
 )  # fmt: skip
-"""Files and directories that are never published and forbid a quiet close while they exist."""
+"""Files and directories that are never published and forbid a quiet close while they exist. The last one is where a
+restore writes (restore/files.py).
+"""
 
 
 class Signal(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -66,6 +69,8 @@ class Preset(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     - `evidence`: the preset applies once a file of this save matches one of these (empty: its name is proof enough).
     - `generic`: the directory's name proves nothing: it is no generation before a file of `evidence` appears directly
       there, and any preset that applies and stands earlier in the list goes first.
+    - `fallback`: for a generic preset: it has no say in a directory whose name another preset knows, and its save gives
+      way to a checkpoint that begins below it.
     - `temp`: names the directory has while it is written (regular expression; group `step`); no close under such a
       name.
     - `trackers`: files and links beside the generation that name it; recorded in the manifest.
@@ -83,6 +88,7 @@ class Preset(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ranks: int | None = None
     evidence: tuple[str, ...] = ()
     generic: bool = False
+    fallback: bool = False
     temp: str = ""
     temp_names: tuple[str, ...] = TEMP_NAMES
     settle: float = 5.0
@@ -119,6 +125,11 @@ def matches(path: bytes, globs: Sequence[str]) -> bool:
     return bool(globs) and _globs(tuple(globs)).fullmatch(path) is not None
 
 
+def is_temporary(path: bytes, globs: Sequence[str] = TEMP_NAMES) -> bool:
+    """Return whether any component of a path is a temporary name."""
+    return any(matches(part, globs) for part in path.split(b"/"))
+
+
 def step_of(match: re.Match[bytes]) -> int | None:
     """Return the number in the group `step`, or None when the pattern or this name has none."""
     text = match.groupdict().get("step")
@@ -152,6 +163,8 @@ def check(preset: Preset) -> Preset:
             raise InvalidError(f"{where}: close on 'quiet' is strength D")
     if preset.generic and not preset.evidence:
         raise InvalidError(f"{where}: a generic preset needs evidence")
+    if preset.fallback and not preset.generic:
+        raise InvalidError(f"{where}: only a generic preset can be a fallback")
     if not (0 <= preset.settle <= 86400 and 0 <= preset.quiet <= 86400):
         raise InvalidError(f"{where}: settle and quiet are seconds between 0 and 86400")
     if preset.strength in "CD" and preset.kind == "directory" and preset.quiet == 0:

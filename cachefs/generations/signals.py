@@ -9,7 +9,7 @@ from cachefs.errors import CorruptError
 from cachefs.generations.actions import View
 from cachefs.generations.completeness import check_file, dcp_files, index_files, read_whole
 from cachefs.generations.placement import Placement, parent
-from cachefs.generations.presets import Preset, SignalKind, matches
+from cachefs.generations.presets import Preset, SignalKind, is_temporary, matches
 from cachefs.generations.saves import Save, Seen, inside
 
 _SCAN_MAX = 4 << 20
@@ -100,7 +100,7 @@ def unmet(save: Save, preset: Preset, seen: Seen, view: View, *, alone: bool) ->
     names = view.names(root)
     if blocked := [name for name in names if matches(name, preset.blocked_by)]:
         return f"{_text(blocked[0])} is still there"
-    if weak and (temporary := [name for name in names if is_temporary(name, preset)]):
+    if weak and (temporary := [name for name in names if is_temporary(name, preset.temp_names)]):
         return f"{_text(temporary[0])} is a temporary name"
     if "dcp" in preset.expected and (reason := _dcp(save, view, alone)):
         return reason
@@ -123,11 +123,6 @@ def unmet(save: Save, preset: Preset, seen: Seen, view: View, *, alone: bool) ->
 
 
 NEXT_SAVE = "the next save started"
-
-
-def is_temporary(name: bytes, preset: Preset) -> bool:
-    """Return whether any component of a relative name is a temporary one."""
-    return any(matches(part, preset.temp_names) for part in name.split(b"/"))
 
 
 def _torn(marker: bytes, view: View) -> str | None:

@@ -16,7 +16,7 @@ import msgspec
 
 from cachefs import clock
 from cachefs.errors import CachefsError, CorruptError, InvalidError
-from cachefs.formats.manifest import Manifest, Shard, Tracker
+from cachefs.formats.manifest import Manifest, Shard
 from cachefs.restore.layout import Layout, check_manifest
 from cachefs.restore.pool import run_all
 from cachefs.restore.shards import read_shard
@@ -53,8 +53,9 @@ def restore(
     times, `user.` xattrs, hard and symbolic links are as they were at the close; everything is synced to disk.
 
     An existing target is refused (InvalidError), or moved aside and deleted after the new one is in place with
-    `replace`; trackers are replaced. On any error nothing is left but what was there. Raises CorruptError that names
-    the shard, CachefsError for local failures (disk full), and the store's errors.
+    `replace`; trackers are replaced, and a directory of a tracker's name is refused. On any error nothing is left but
+    what was there. Raises CorruptError that names the shard, CachefsError for local failures (disk full), and the
+    store's errors.
     """
     layout = check_manifest(manifest)
     target = directory / os.fsdecode(layout.root)
@@ -63,14 +64,17 @@ def restore(
         directory.mkdir(parents=True, exist_ok=True)
         if os.path.lexists(target) and not replace:
             raise InvalidError(f"{target} exists", hint="restore elsewhere, or give --replace")
+        _check_trackers(directory, layout)
         _check_space(directory, manifest)
         temp.mkdir(mode=0o700)
         try:
             writer = _Writer(store, layout, temp / "new", ranges=ranges, progress=progress)
             writer.write(workers)
+            trackers = _write_trackers(temp, layout)
+            _check_trackers(directory, layout)
             _put_in_place(temp, target, replace)
-            for name, tracker in layout.trackers:
-                _write_tracker(temp, directory, name, tracker)
+            for name in trackers:
+                os.rename(trackers[name], os.path.join(os.fsencode(directory), name))
             _sync_directory(directory)
         finally:
             remove_tree(temp)
@@ -180,16 +184,29 @@ def _put_in_place(temp: Path, target: Path, replace: bool) -> None:
         (temp / "new").rename(target)
 
 
-def _write_tracker(temp: Path, directory: Path, name: bytes, tracker: Tracker) -> None:
-    new = temp / "tracker"
-    if tracker.symlink:
-        os.symlink(tracker.content, os.fsencode(new))
-    else:
-        with new.open("xb") as file:
+def _check_trackers(directory: Path, layout: Layout) -> None:
+    """A directory cannot be replaced by a file: that is found out before anything is changed."""
+    for name, _ in layout.trackers:
+        path = directory / os.fsdecode(name)
+        if path.is_dir() and not path.is_symlink():
+            raise InvalidError(
+                f"{path} is a directory, and a file of that name belongs beside the generation",
+                hint="restore elsewhere",
+            )
+
+
+def _write_trackers(temp: Path, layout: Layout) -> dict[bytes, bytes]:
+    """Write and sync the trackers below `temp`; return where each is, by name."""
+    made = {name: os.fsencode(temp / f"tracker-{number}") for number, (name, _) in enumerate(layout.trackers)}
+    for name, tracker in layout.trackers:
+        if tracker.symlink:
+            os.symlink(tracker.content, made[name])
+            continue
+        with open(made[name], "xb") as file:
             file.write(tracker.content)
             file.flush()
             os.fsync(file.fileno())
-    os.rename(os.fsencode(new), os.path.join(os.fsencode(directory), name))
+    return made
 
 
 def _check_space(directory: Path, manifest: Manifest) -> None:

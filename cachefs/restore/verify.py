@@ -24,11 +24,12 @@ Progress = Callable[[int], None]
 
 
 class Verified(msgspec.Struct, frozen=True):
-    """What was verified."""
+    """What was verified, and how many bytes were read for it."""
 
     level: Level
     shards: int
     bytes: int
+    read: int
 
 
 def silent(count: int) -> None:
@@ -37,13 +38,14 @@ def silent(count: int) -> None:
 
 def verify_shard(
     store: StoreReads, shard: Shard, level: Level, progress: Progress = silent, *, ranges: bool = True
-) -> None:
-    """Verify one shard. Raises CorruptError that names it, and the store's errors."""
+) -> int:
+    """Verify one shard; return how many bytes were read. Raises CorruptError that names it, and the store's errors."""
     reported = check_object(store, shard)
     if level == "checksum" and reported:
         progress(shard.pin.size)
-    else:
-        read_shard(store, shard, lambda _offset, data: progress(len(data)), ranges=ranges)
+        return 0
+    read_shard(store, shard, lambda _offset, data: progress(len(data)), ranges=ranges)
+    return shard.pin.size
 
 
 def verify(
@@ -60,6 +62,10 @@ def verify(
     Raises CorruptError that names the first shard found wrong, and the store's errors.
     """
     check_manifest(manifest)
-    jobs = [partial(verify_shard, store, shard, level, progress, ranges=ranges) for shard in manifest.shards]
-    run_all(jobs, workers)
-    return Verified(level, len(manifest.shards), manifest.size)
+    read: list[int] = []
+
+    def one(shard: Shard) -> None:
+        read.append(verify_shard(store, shard, level, progress, ranges=ranges))
+
+    run_all([partial(one, shard) for shard in manifest.shards], workers)
+    return Verified(level, len(manifest.shards), manifest.size, sum(read))

@@ -121,9 +121,13 @@ class ObjectStore(Protocol):
         ...
 
     def check(self) -> None:
-        """Check that the bucket or directory exists and answers. Raises NotFoundError, DeniedError,
-        UnavailableError.
+        """Check that the bucket or directory exists and can be read; changes nothing. Raises NotFoundError,
+        DeniedError, UnavailableError.
         """
+        ...
+
+    def prepare(self) -> None:
+        """Check as `check` does, and make ready what writes need. Raises what `check` raises, and Unsupported."""
         ...
 
     def versioning(self) -> bool:

@@ -5,17 +5,17 @@ On disk:
     <dir>/a/b.bin@/00000002-5f1e0c9ab3d4     the bytes of a version of key `a/b.bin`; its name is the version id
     <dir>/a/b.bin@/00000002.json             its record: key, version id, size, SHA-256, metadata; or a delete marker
     <dir>/.cachefs/locks/<00..ff>             one lock file per hash of the key
-    <dir>/.cachefs/new/<id>/                 one change in the making: `body` and `record`
+    <dir>/.cachefs/new/<id>/                  one change in the making: `body` and `record`
     <dir>/.cachefs/uploads/<id>/              a multipart upload: `upload` and `<number>-<sha256>` for each part
 
 A version exists when its record does; the record with the highest number is the current version. See filekeys.py for
 the names of keys. The stored files are ordinary and read-only: `sha256sum`, `cp` and `jq` are enough to read a store.
 
-Writes: bytes and record are written and synced in `work`, then, under the key's lock, the condition is checked and both
-are linked into place, the record last. Taking the next number with link(2) is exclusive by itself, so that even on a
-file system whose locks are not shared no two writers both win. A process killed anywhere leaves nothing or a whole
-version, and perhaps an entry in `work`; its `record` says which bytes it may have put in place, and `sweep` removes
-both. ETags are the version id, so they never repeat. Times are those of the file system.
+Writes: bytes and record are written and synced in `.cachefs/new`, then, under the key's lock, the condition is checked
+and both are linked into place, the record last. Taking the next number with link(2) is exclusive by itself, so that
+even on a file system whose locks are not shared no two writers both win. A process killed anywhere leaves nothing or a
+whole version, and perhaps an entry in `.cachefs/new`; its `record` says which bytes it may have put in place, and
+`sweep` removes both. ETags are the version id, so they never repeat. Times are those of the file system.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ from cachefs.store.fileuploads import Uploads
 from cachefs.store.listing import fold, is_probe_key
 
 SWEEP_AGE = 86400.0
-"""Age, seconds, after which an entry in `work` is taken to be left over by a dead process."""
+"""Age, seconds, after which an entry in `.cachefs/new` is taken to be left over by a dead process."""
 
 _OWN = ".cachefs"
 _TRIES = 16
@@ -87,6 +87,10 @@ class DirectoryStore:
         return ""
 
     def check(self) -> None:
+        with translated(self.url):
+            os.listdir(self._root)
+
+    def prepare(self) -> None:
         with translated(self.url):
             for name in ("locks", "new", "uploads"):
                 make_directories(self._root, f"{_OWN}/{name}")
@@ -151,7 +155,10 @@ class DirectoryStore:
         with translated(self.url):
             os.stat(self._root)
             record = current(directory)[1] if version_id is None else find(directory, version_id)
-        return record.info() if record and not record.marker else None
+        if record is None or record.marker:
+            return None
+        with translated(f"version {record.version_id} of {key}"):
+            return record.info() if self._holds(directory, record) else None
 
     def get(self, key: str, version_id: str | None = None) -> tuple[ObjectInfo, bytes] | None:
         info = self.head(key, version_id)
@@ -192,7 +199,7 @@ class DirectoryStore:
             record = find(directory, version_id)
             if record is None:
                 return
-            # the record first, and into `work`: if we die here, the sweep knows which bytes are left
+            # the record first, and into `.cachefs/new`: if we die here, the sweep knows which bytes are left
             os.rename(record_path(directory, record.number), os.path.join(work, "record"))
             sync_directory(directory)
             self._drop(record)
@@ -203,7 +210,7 @@ class DirectoryStore:
         self._commit(key, None, 0, None, {}, None)
 
     def sweep(self, age: float = SWEEP_AGE) -> int:
-        """Remove what processes that died left in `work` at least `age` seconds ago; return how many entries."""
+        """Remove what processes that died left in `.cachefs/new` at least `age` seconds ago; return how many."""
         swept = 0
         with translated(self.url), self._work() as own:
             now = os.stat(own).st_mtime
@@ -271,6 +278,20 @@ class DirectoryStore:
                         continue  # a delete of another key pruned the directory under us
         raise ConditionConflict(f"{key}: other writers took every number that was tried")
 
+    def _holds(self, directory: str, record: Record) -> bool:
+        """Return whether the bytes of a version are there, as many as its record says; False when it was deleted since
+        the record was read.
+        """
+        try:
+            held = os.stat(os.path.join(directory, record.version_id)).st_size
+        except FileNotFoundError:
+            if find(directory, record.version_id) is None:
+                return False
+            raise
+        if held != record.size:
+            raise CorruptError(f"version {record.version_id} of {record.key} has {held} bytes, not {record.size}")
+        return True
+
     def _directory(self, key: str) -> str:
         return os.path.join(self._root, versions_path(key))
 
@@ -298,9 +319,6 @@ class DirectoryStore:
         with translated(f"version {version_id} of {key}", NotFoundError):
             fd = os.open(os.path.join(self._directory(key), version_id), os.O_RDONLY | os.O_CLOEXEC)
             try:
-                held = os.fstat(fd).st_size
-                if held != info.size:
-                    raise CorruptError(f"version {version_id} of {key} has {held} bytes, not {info.size}")
                 yield fd, info.size
             finally:
                 os.close(fd)

@@ -36,6 +36,7 @@ def store_error(
     """Return the store's error for a failed system call. Pure."""
     message = f"{where}: {os.strerror(error.errno) if error.errno else error}"
     if error.errno in _DENIED:
+        message += f": {error.filename}" if error.filename else ""
         return DeniedError(message, hint="check the directory's owner and permissions")
     if error.errno in (errno.ENOENT, errno.ENOTDIR):
         return missing(message, hint="is the directory there, and its file system mounted?")

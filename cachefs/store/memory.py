@@ -90,6 +90,9 @@ class MemoryStore:
     def check(self) -> None:
         return
 
+    def prepare(self) -> None:
+        return
+
     def versioning(self) -> bool:
         return True
 

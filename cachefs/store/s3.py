@@ -9,6 +9,7 @@ Keys given to the methods are whole keys, with the store's prefix.
 
 from __future__ import annotations
 
+import ssl
 from base64 import b64encode
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ import boto3
 from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError
 from botocore.parsers import ResponseParserError
+from urllib3.exceptions import HTTPError
 
 from cachefs.errors import (
     CorruptError,
@@ -97,6 +99,9 @@ class S3Store:
     def check(self) -> None:
         with _translated("HeadBucket"):
             self._bulk.head_bucket(Bucket=self._bucket)
+
+    def prepare(self) -> None:
+        self.check()
 
     def versioning(self) -> bool:
         with _translated("GetBucketVersioning"):
@@ -345,7 +350,7 @@ def _client_maker(
 def _translated(operation: str, condition: Condition | None = None) -> Iterator[None]:
     try:
         yield
-    except (ClientError, BotoCoreError, ResponseParserError) as error:
+    except (ClientError, BotoCoreError, ResponseParserError, HTTPError, ssl.SSLError) as error:
         if_match = condition is not None and condition.if_match is not None
         raise from_exception(error, operation=operation, if_match=if_match) from error
 

@@ -4,8 +4,11 @@ responses") and botocore's exceptions.
 
 from __future__ import annotations
 
+import ssl
+
 from botocore import exceptions as boto
 from botocore.parsers import ResponseParserError
+from urllib3.exceptions import HTTPError
 
 from cachefs.errors import (
     BadPart,
@@ -73,8 +76,12 @@ _BY_EXCEPTION: tuple[tuple[type[Exception], str], ...] = (
     (boto.HTTPClientError, "reset"),
     (boto.ConnectionError, "reset"),
     (boto.IncompleteReadError, "reset"),
+    (HTTPError, "reset"),
+    (ssl.SSLError, "reset"),
 )
-"""Exceptions without an answer, narrow ones first."""
+"""Exceptions without an answer, narrow ones first. The last two come out of the middle of a body: botocore's
+StreamingBody translates no more than a timeout and a broken connection.
+"""
 
 _CREDENTIALS_HINT = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE, or give the machine a role"
 
@@ -126,7 +133,7 @@ def not_s3(operation: str, field: str) -> UnavailableError:
 
 
 def from_exception(error: Exception, *, operation: str, if_match: bool = False) -> CachefsError:
-    """Return the error for anything that botocore raises."""
+    """Return the error for anything that botocore raises, or lets through."""
     if isinstance(error, boto.ClientError):
         answer = error.response.get("Error", {})
         status = int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))

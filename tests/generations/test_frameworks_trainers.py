@@ -4,6 +4,8 @@ and not one event earlier.
 
 from __future__ import annotations
 
+import json
+
 from cachefs.generations.catalog import BUILTIN
 from cachefs.generations.presets import from_config
 
@@ -51,6 +53,63 @@ def test_hf_trainer_index_of_a_missing_shard():
     world.put(f"{path}/model-00002-of-00002.safetensors", TENSORS)
     world.wait(31)
     assert len(world.closes) == 1
+
+
+def save_pretrained(world, path, shards=3):
+    """What `model.save_pretrained` and `tokenizer.save_pretrained` write, in their order."""
+    names = [f"model-{number:05}-of-{shards:05}.safetensors" for number in range(1, shards + 1)]
+    world.put(f"{path}/config.json")
+    for name in names:
+        world.put(f"{path}/{name}", TENSORS)
+        world.wait(60)
+    world.put(f"{path}/model.safetensors.index.json", json.dumps({"weight_map": dict(enumerate(names))}).encode())
+    world.put(f"{path}/tokenizer.json")
+
+
+def test_a_sharded_model_in_a_directory_of_any_name_is_one_save():
+    world = World()
+    save_pretrained(world, "hf3/final")
+    assert not world.closes
+    world.wait(31)
+    assert world.closes == [("hf3/final", "hf-model", None)]
+    assert world.opens == ["hf3/final"]
+
+
+def test_a_sharded_model_without_its_index_is_never_complete():
+    world = World()
+    world.put("hf3/final/model-00001-of-00002.safetensors", TENSORS)
+    world.put("hf3/final/model-00002-of-00002.safetensors", TENSORS)
+    world.wait(1000)
+    assert world.opens == ["hf3/final"]
+    assert not world.closes
+
+
+def test_an_index_in_the_middle_of_a_checkpoint_closes_nothing():
+    world = World()
+    save_pretrained(world, "out/checkpoint-5")
+    save_pretrained(world, "out/checkpoint_5")
+    world.wait(1000)
+    assert not world.closes
+
+
+def test_a_model_without_shards_is_its_file():
+    world = World()
+    world.put("hf3/final/config.json")
+    world.put("hf3/final/model.safetensors", TENSORS)
+    assert world.closes == [("hf3/final/model.safetensors", "single", None)]
+
+
+def test_a_sharded_model_in_the_directory_of_a_run_does_not_swallow_its_checkpoints():
+    world = World()
+    world.put("out/model-00001-of-00002.safetensors", TENSORS)
+    hf(world)
+    assert world.opens == ["out", "out/checkpoint-500"]
+    assert world.cancels == ["out"]
+    world.put("out/checkpoint-500/trainer_state.json", b"{}")
+    save_pretrained(world, "out")
+    world.wait(31)
+    assert world.closes == [("out/checkpoint-500", "hf-trainer", 500)]
+    assert "out/model-00001-of-00003.safetensors" in world.loose
 
 
 def test_hf_trainer_blocked_by_its_sentinel():

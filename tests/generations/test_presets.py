@@ -56,6 +56,7 @@ BASE = {"name": "x", "pattern": "x", "close": [{"on": "closed-in", "names": ["m"
         ({"close": [{"on": "quiet"}]}, "strength D"),
         ({"kind": "file"}, "closes by itself"),
         ({"generic": True}, "needs evidence"),
+        ({"fallback": True}, "only a generic preset"),
         ({"settle": -1}, "settle and quiet"),
         ({"strength": "C", "quiet": 0}, "quiet time"),
         ({"ranks": 0}, "ranks"),
@@ -81,7 +82,7 @@ def test_builtins_are_sound_and_named_once():
     wanted = {
         "dcp", "dcp-local", "torchtitan", "megatron", "megatron-legacy", "nvrx-local", "nemo", "deepspeed",
         "hf-trainer", "hf-trainer-tmp", "accelerate", "lightning", "lightning-sharded", "orbax", "orbax-commit",
-        "composer", "composer-file", "torchtune", "olmo", "olmo-core", "nanotron", "verl", "lingua", "timm",
+        "composer", "composer-file", "torchtune", "olmo", "olmo-core", "nanotron", "verl", "lingua", "timm", "hf-model",
     }  # fmt: skip
     assert wanted <= set(BUILTIN)
 
@@ -122,6 +123,8 @@ def test_globs(glob, path, expected):
         ("step-5/x", "step-5", "default", 5),
         ("ckpt/__0_0.distcp", "ckpt", "default", None),
         ("ck/ft-replicat-1/step-5/.metadata", "ck/ft-replicat-1/step-5", "ck/ft-replicat-1", 5),
+        ("run/final.tmp/.metadata", "run/final.tmp", "run", None),
+        ("run/step5-tmp/x", "run/step5-tmp", "run", 5),
         ("run/tmp-checkpoint-5/x", "run/tmp-checkpoint-5", "run", 5),
         ("run/0000000010/__0_0.distcp", "run/0000000010", "run", 10),
         ("run/checkpoint-9/global_step9/latest", "run/checkpoint-9", "run", 9),
@@ -129,11 +132,15 @@ def test_globs(glob, path, expected):
         ("run/10/default/_METADATA", "run/10", "run", 10),
         ("run/model.pt", "run/model.pt", "run", None),
         ("model_100.pt", "model_100.pt", "default", 100),
-        ("run/rank_3.pt", "run/rank_3.pt", "run", None),
+        ("run/lora_rank_3.pt", "run/lora_rank_3.pt", "run", None),
         ("run/best-epoch=3-val=0.25.ckpt", "run/best-epoch=3-val=0.25.ckpt", "run", None),
         ("run/model.epoch_3.pt", "run/model.epoch_3.pt", "run", 3),
         ("run/300.pt", "run/300.pt", "run", 300),
-        ("run/model-00001-of-00002.safetensors", "run/model-00001-of-00002.safetensors", "run", None),
+        ("run/final/model-00001-of-00002.safetensors", "run/final", "run", None),
+        ("run/final/pytorch_model-00001-of-00002.bin", "run/final", "run", None),
+        ("run/final/sharded/shard-00001-model-00001-of-00002.safetensors", "run/final", "run", None),
+        ("run/final-7b/model.safetensors.index.json", "run/final-7b", "run", None),
+        ("run/epoch-3/model-00001-of-00002.safetensors", "run/epoch-3", "run", 3),
         ("run/ep1-ba5-rank0.pt", "run/ep1-ba5-rank0.pt", "run", 5),
         ("r\udcff%/step-1/x", "r\udcff%/step-1", "r%FF%25", 1),
     ],
@@ -151,10 +158,35 @@ def test_placement(path, root, run, step):
         "progress.txt", "run/latest", "run/events.out", "run/.tmpAB.safetensors", "run/x.pth", "run/pytorch_model.bin",
         "my/pytorch_model_fsdp_0/.metadata", "my/optimizer_0/__0_0.distcp", "10/config.yaml", "release/notes",
         "__0_0.distcp", "run/iter_0000001_0_local.dirty.pt",
+        "run/rank_3.pt", "run/model_rank0.safetensors", "run/mp_rank_00_model_states.pt", "run/model-1-of-3.pt",
+        "run/layer_01-model_states.pt", "run/model_world_size_8_rank_3.pt", "model-00001-of-00002.safetensors",
+        "data/train-00001-of-00002.bin",
+        "run/.tmp-foo/model.pt", "run/x.tmp/deep/model.pt", "run/.tmp-foo/checkpoint-5/config.json",
+        "out/.checkpoint-5.restoring-71c9/new/model.pt", "out/.final.restoring-71c9/new/.metadata",
+        "out/.checkpoint-9.restoring-71c9/new/global_step9/latest", "run/x.tmp/model/__0_0.distcp",
     ],
 )  # fmt: skip
 def test_loose_paths(path):
     assert Placer(AUTO).place(path.encode()) is None
+
+
+def test_a_fallback_has_no_say_where_another_preset_knows_the_name():
+    for name in ("checkpoint-5", "checkpoint_5", "step_5", "epoch_5", "global_step5"):
+        placement = Placer(AUTO).place(f"run/{name}/model-00001-of-00002.safetensors".encode())
+        assert "hf-model" not in [preset.name for preset in placement.candidates]
+
+
+def test_what_is_mirrored_as_loose():
+    placer = Placer(AUTO)
+    assert placer.is_loose(b"run/progress.txt")
+    assert placer.is_loose(b"run/rank_3.pt")
+    for path in (
+        b"run/model.pt",
+        b"run/notes.tmp",
+        b"run/.tmp-foo/rank_3.pt",
+        b"out/.final.restoring-71c9/new/config.json",
+    ):
+        assert not placer.is_loose(path)
 
 
 def test_default_run_and_relative():

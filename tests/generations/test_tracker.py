@@ -635,7 +635,7 @@ async def test_a_close_by_hand_says_why_the_save_was_abandoned(mount):
         async with trio.open_nursery() as nursery:
 
             async def close():
-                with pytest.raises(CachefsError, match="abandoned: renamed to elsewhere"):
+                with pytest.raises(CachefsError, match="abandoned: renamed to run/elsewhere"):
                     await mount.tracker.close_now(b"run/step-5")
 
             nursery.start_soon(close)

@@ -542,6 +542,35 @@ def test_handles_of_removed_files_do_not_hold_a_save():
     assert handle.close() == []
 
 
+@pytest.mark.parametrize("temp", ["hf/.tmp-foo", "hf/checkpoint-80.tmp", "hf/.checkpoint-80.restoring-71c9/new"])
+@pytest.mark.parametrize("shards", [1, 2])
+def test_a_save_written_in_a_temporary_directory_is_one_save_when_that_is_renamed(temp, shards):
+    world = World()
+    names = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)] if shards == 2 else ["model.safetensors"]
+    for name in [*names, "global_step80/extra.pt"]:
+        world.put(f"{temp}/{name}", ZIP if name.endswith(".pt") else TENSORS)
+    world.put(f"{temp}/trainer_state.json", b"{}")
+    world.wait(1000)
+    assert not world.closes
+    assert not world.loose
+    world.rename(temp, "hf/checkpoint-80")
+    world.wait(31)
+    assert world.closes == [("hf/checkpoint-80", "hf-trainer", 80)]
+    assert not world.cancels
+
+
+def test_a_directory_that_its_contents_make_a_generation_is_one_when_it_leaves_a_temporary_one():
+    world = World()
+    world.put("out/.final.restoring-71c9/new/!first.pt", ZIP)
+    dcp_save(world, "out/.final.restoring-71c9/new")
+    assert not world.opens
+    world.rename("out/.final.restoring-71c9/new", "out/final")
+    assert world.opens == ["out/final"]
+    assert world.closes == [("out/final", "dcp", None)]
+    world.rename("out/final", "out/.final.restoring-71ca/old")
+    assert len(world.opens) == 1
+
+
 def test_directory_built_elsewhere_and_moved_into_place():
     world = World()
     world.put("run/building/weights.bin")

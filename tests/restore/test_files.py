@@ -137,6 +137,32 @@ def test_an_existing_target_is_refused_or_replaced(tmp_path: Path) -> None:
     assert tree(tmp_path) == {"latest": b"new", "step-1": None, "step-1/new": b"new"}
 
 
+@pytest.mark.parametrize("replace", [False, True])
+def test_a_directory_in_the_place_of_a_tracker_is_refused_before_anything_changes(
+    tmp_path: Path, replace: bool
+) -> None:
+    inner = memory()
+    made = manifest(inner, FILES, trackers=(Tracker("newest", b"step-1", symlink=True), Tracker("latest", b"new")))
+    if replace:
+        (tmp_path / "step-1").mkdir()
+        (tmp_path / "step-1/old").write_bytes(b"old")
+    (tmp_path / "latest").mkdir()
+    before = tree(tmp_path)
+    store = FaultyStore(inner)
+    with pytest.raises(InvalidError, match="latest is a directory"):
+        restore(store, made, tmp_path, replace=replace)
+    assert tree(tmp_path) == before
+    assert not store.calls, "it is found out before anything is read"
+
+
+def test_a_directory_that_appears_in_the_place_of_a_tracker_changes_nothing(tmp_path: Path) -> None:
+    store = memory()
+    made = manifest(store, FILES, trackers=(Tracker("latest", b"new"),))
+    with pytest.raises(InvalidError, match="latest is a directory"):
+        restore(store, made, tmp_path, progress=lambda _: (tmp_path / "latest").mkdir(exist_ok=True))
+    assert tree(tmp_path) == {"latest": None}
+
+
 @pytest.mark.parametrize("workers", [1, 4])
 @pytest.mark.parametrize("fault", [corrupted, lost_request])
 @pytest.mark.parametrize("replace", [False, True])

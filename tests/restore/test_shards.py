@@ -137,7 +137,7 @@ def test_verify_by_checksum_reads_bytes_only_where_it_must() -> None:
     faulty = FaultyStore(store, no_faults)
     counted: list[int] = []
     result = verify(faulty, made, "checksum", workers=1, progress=counted.append)
-    assert (result.shards, result.bytes, sum(counted)) == (2, 28, 28)
+    assert (result.shards, result.bytes, result.read, sum(counted)) == (2, 28, 20, 28)
     assert faulty.operations(lambda key: key == "with") == ["head"]
     assert faulty.operations(lambda key: key != "with") == ["head", *["get_range"] * 3]
 

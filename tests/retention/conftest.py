@@ -36,5 +36,5 @@ def anywhere(request: pytest.FixtureRequest, tmp_path: Path) -> World:
     if request.param == "memory":
         return World(memory())
     store = DirectoryStore(str(tmp_path))
-    store.check()
+    store.prepare()
     return World(store)

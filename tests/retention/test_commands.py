@@ -24,7 +24,7 @@ LEAST = ("--keep-last", "1", "--keep-hourly", "0", "--keep-daily", "0", "--gc-gr
 def world(tmp_path: Path) -> World:
     (tmp_path / "store").mkdir()
     store = DirectoryStore(str(tmp_path / "store"))
-    store.check()
+    store.prepare()
     return World(store)
 
 

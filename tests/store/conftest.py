@@ -28,7 +28,7 @@ def store(backend: Backend, request, tmp_path) -> Iterator[ObjectStore]:
         yield MemoryStore("p", min_part_size=backend.part_size)
     elif backend.name == "directory":
         made = DirectoryStore(str(tmp_path))
-        made.check()
+        made.prepare()
         yield made
     else:
         server = request.getfixturevalue(f"{backend.name}_server")

@@ -247,6 +247,9 @@ class FaultyStore:
     def check(self) -> None:
         self._do(Call("check", ""), self.inner.check)
 
+    def prepare(self) -> None:
+        self._do(Call("prepare", ""), self.inner.prepare)
+
     def versioning(self) -> bool:
         return self._do(Call("versioning", ""), self.inner.versioning)
 

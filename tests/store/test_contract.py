@@ -48,6 +48,7 @@ def bodies_of(backend: Backend) -> list[bytes]:
 
 def test_answers_and_has_versions(store):
     store.check()
+    store.prepare()
     assert store.versioning()
     assert "://" in store.url
 

@@ -41,7 +41,7 @@ def sha(body: bytes) -> bytes:
 @pytest.fixture
 def store(tmp_path) -> DirectoryStore:
     made = DirectoryStore(str(tmp_path))
-    made.check()
+    made.prepare()
     return made
 
 
@@ -102,6 +102,21 @@ def test_a_missing_root_is_not_an_empty_store(tmp_path):
     assert not (tmp_path / "not-mounted").exists()
 
 
+def test_a_check_changes_nothing(tmp_path):
+    """A directory given by mistake stays what it was, and a store can be read by who may not write."""
+    store = DirectoryStore(str(tmp_path))
+    store.check()
+    assert store.list("runs/").keys == ()
+    assert os.listdir(tmp_path) == []
+    store.prepare()
+    assert os.listdir(tmp_path) == [".cachefs"]
+
+
+def test_a_refused_path_is_named():
+    error = store_error(PermissionError(errno.EACCES, "x", "/dir/runs/r"), "file:///dir")
+    assert str(error) == "file:///dir: Permission denied: /dir/runs/r"
+
+
 def test_bytes_that_shrank_are_noticed(store, tmp_path):
     info = store.put("a", b"0123456789", condition=None)
     path = tmp_path / "a@" / info.version_id
@@ -111,12 +126,27 @@ def test_bytes_that_shrank_are_noticed(store, tmp_path):
         lambda: store.get("a"),
         lambda: list(store.get_stream("a", info.version_id)),
         lambda: store.get_range("a", info.version_id, 0, 2),
+        lambda: store.head("a"),
     ):
         with pytest.raises(CorruptError):
             read()
     path.unlink()
-    with pytest.raises(NotFoundError):
-        store.get("a")
+    for read in (lambda: store.get("a"), lambda: store.head("a")):
+        with pytest.raises(NotFoundError):
+            read()
+
+
+def test_a_version_that_is_deleted_while_it_is_looked_at_is_gone(store, monkeypatch):
+    info = store.put("a", b"0123456789", condition=None)
+
+    def deleted(*arguments):
+        record = filerecords.find(*arguments)
+        monkeypatch.undo()
+        store.delete_version("a", info.version_id)
+        return record
+
+    monkeypatch.setattr(directory, "find", deleted)
+    assert store.head("a", info.version_id) is None
 
 
 def test_a_damaged_record_is_noticed(store, tmp_path):
@@ -343,7 +373,7 @@ def _every_death(act_of, check_of, tmp_path) -> int:
             root = tmp_path / f"{before}-{step}"
             root.mkdir()
             store = DirectoryStore(str(root))
-            store.check()
+            store.prepare()
             act = act_of(store)
             lived = _killed(act, step, before)
             store.sweep(age=-1.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import ssl
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import boto3
 import botocore.exceptions as boto
 import pytest
+import urllib3
 from botocore.awsrequest import AWSResponse, HeadersDict
 from botocore.parsers import ResponseParserError
 from urllib3 import HTTPResponse
@@ -119,6 +121,8 @@ def test_answers(status, code, operation, if_match, expected, reason):
         (boto.ResponseStreamingError(error="e"), UnavailableError, "reset"),
         (boto.IncompleteReadError(actual_bytes=1, expected_bytes=2), UnavailableError, "reset"),
         (boto.SSLError(endpoint_url="u", error="e"), UnavailableError, "tls"),
+        (urllib3.exceptions.SSLError("e"), UnavailableError, "reset"),
+        (ssl.SSLError(1, "e"), UnavailableError, "reset"),
         (ResponseParserError("no xml"), UnavailableError, "not-xml"),
         (boto.CredentialRetrievalError(provider="p", error_msg="m"), UnavailableError, "expired-credentials"),
         (boto.UnauthorizedSSOTokenError(), UnavailableError, "expired-credentials"),
@@ -328,6 +332,24 @@ def test_streams_that_break(wire):
     with pytest.raises(UnavailableError) as caught:
         list(store.get_stream("p/a", "v1"))
     assert caught.value.reason == "reset"
+
+
+@pytest.mark.parametrize("raised", [urllib3.exceptions.SSLError("bad record mac"), ssl.SSLError(1, "bad record mac")])
+def test_tls_that_breaks_in_the_middle_of_a_body(wire, monkeypatch, raised):
+    def read(*_arguments, **_options):
+        raise raised
+
+    script, store = wire
+    monkeypatch.setattr(HTTPResponse, "read", read)
+    script.answers = [(206, PARTIAL, b"cdef"), (200, WRITTEN, b"body"), (200, WRITTEN, b"body")]
+    for act in (
+        lambda: store.get_range("p/a", "v1", 2, 4),
+        lambda: list(store.get_stream("p/a", "v1")),
+        lambda: store.get("p/a", "v1"),
+    ):
+        with pytest.raises(UnavailableError) as caught:
+            act()
+        assert caught.value.reason == "reset"
 
 
 def test_a_page_of_html_is_not_an_absent_object(wire):
