@@ -40,8 +40,8 @@ class Placer:
 
     A name that only a checkpoint has (`step-100`) decides, and the outermost such directory is the generation: what
     lies deeper belongs to it. A directory with any other name becomes one only through a file of a generic preset's
-    `evidence` in it, the innermost first. A file outside both is a generation of its own when its name matches. Nothing
-    below a directory with a temporary name is placed, unless that directory is the generation itself: what is written
+    `evidence` in it, the innermost first. A file outside both is a generation of its own when its name matches. Below a
+    directory with a temporary name only the first rule holds, and below one that is a save itself none: what is written
     there is looked at when the directory gets its name.
     """
 
@@ -120,10 +120,24 @@ class Placer:
         found = temp or final
         if not all(preset.generic for preset, _ in found):
             found = [(preset, match) for preset, match in found if not preset.fallback]
-        if not found or self._in_temporary(parent(path)):
+        if self._in_temporary(parent(path)):
+            found = [] if self._in_draft(path) else [(preset, match) for preset, match in found if not preset.generic]
+        if not found:
             return None
         step = next((step for _, match in found if (step := step_of(match)) is not None), None)
         return self._build(path, step, "directory", tuple(p for p, _ in found), temporary=bool(temp))
+
+    def _in_draft(self, path: bytes) -> bool:
+        """Return whether a directory above one is a save that waits for its name: it is hidden, or is called like a
+        checkpoint but for the ending. `exp-tmp/step-5` is none: somebody may call the directory of a run so.
+        """
+        for part in parent(path).split(b"/"):
+            if is_temporary(part):
+                name = part.removesuffix(b"tmp")[:-1]
+                named = any(not preset.generic and preset.match(name) for preset in self._directories)
+                if named or part.startswith(b"."):
+                    return True
+        return False
 
     def _build(
         self,

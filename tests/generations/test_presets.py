@@ -125,6 +125,7 @@ def test_globs(glob, path, expected):
         ("ck/ft-replicat-1/step-5/.metadata", "ck/ft-replicat-1/step-5", "ck/ft-replicat-1", 5),
         ("run/final.tmp/.metadata", "run/final.tmp", "run", None),
         ("run/step5-tmp/x", "run/step5-tmp", "run", 5),
+        ("exp-tmp/step-5/x", "exp-tmp/step-5", "exp-tmp", 5),
         ("run/tmp-checkpoint-5/x", "run/tmp-checkpoint-5", "run", 5),
         ("run/0000000010/__0_0.distcp", "run/0000000010", "run", 10),
         ("run/checkpoint-9/global_step9/latest", "run/checkpoint-9", "run", 9),
