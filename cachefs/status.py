@@ -71,6 +71,16 @@ class Status(msgspec.Struct, frozen=True):
     problems: tuple[Problem, ...] = ()
 
 
+class Flushed(msgspec.Struct, frozen=True):
+    """Nothing is pending: how many generations are published and how many were abandoned, of those that the daemon
+    knows. `open` are saves that are not complete, by path, and what each waits for.
+    """
+
+    published: int
+    abandoned: int = 0
+    open: dict[str, str] = {}
+
+
 class Snapshot(msgspec.Struct, frozen=True):
     """The part of a status that comes from the journal."""
 

@@ -49,6 +49,13 @@ def files(seed: int) -> dict[str, bytes]:
     return {"model-1.safetensors": tensors(1000, seed), "deep/model-2.safetensors": tensors(10, seed)}
 
 
+def put_all(directory: Path, data: dict[str, bytes]) -> None:
+    """Write a directory of files."""
+    directory.mkdir(parents=True)
+    for name, content in data.items():
+        put(directory / name, content)
+
+
 @pytest.fixture
 def published(served, run) -> dict[int, dict[str, bytes]]:
     """Two published generations of the run, by step."""
@@ -205,7 +212,8 @@ def test_wait_that_cannot_end_well(served, run):
     before = time.monotonic()
     said = failing(served, "wait", served.mnt / run / "step-1", "--timeout", "0.3", code=124)
     assert 0.3 <= time.monotonic() - before < 20
-    assert "is open, not published, after 0.3 s" in said
+    assert "is open and not published yet" in said
+    assert "waiting: " in said
     assert "not part of a generation" in failing(served, "wait", served.mnt / run / "nothing", code=66)
     assert "mountpoint itself" in failing(served, "wait", served.mnt, code=2)
     assert "unknown state 'done'" in failing(served, "wait", served.mnt / run, "--state", "done", code=2)
@@ -225,7 +233,8 @@ def test_wait_says_so_when_the_daemon_stops_meanwhile(tmp_path):
         )
         assert one.stop() == 0
         _, said = waiting.communicate(timeout=PATIENCE)
-    assert (waiting.returncode, said) == (69, "cachefs: the daemon stopped before it answered\n")
+    assert waiting.returncode == 69
+    assert said.endswith("cachefs: the daemon stopped before it answered\n")
 
 
 def test_close_by_hand(served, run):
@@ -290,6 +299,34 @@ def test_flush_returns_when_nothing_is_pending(served, run):
     assert answer["published"] >= 3
     assert [states(served, f"{run}/step-{step}") for step in range(3)] == [["published"]] * 3
     assert "nothing is pending" in served.run("flush", served.mnt).stdout
+
+
+def test_flush_waits_for_a_complete_save_and_names_the_others(served, run):
+    """The Trainer's save is complete, and quiet must follow; of the other one nobody has said that it is complete."""
+    put_all(served.mnt / run / "step_7", {"notes.txt": b"x"})
+    put_all(served.mnt / run / "checkpoint-20", {"model.safetensors": tensors(10), "trainer_state.json": b"{}"})
+    said = served.run("flush", served.mnt).stdout
+    assert states(served, f"{run}/checkpoint-20") == ["published"]
+    assert re.search(rf"not complete, so not published:(\n.*)*\n  {re.escape(run)}/step_7, waiting: ", said)
+    assert f"{run}/step_7" in json.loads(served.run("flush", served.mnt, "--json").stdout)["open"]
+    shutil.rmtree(served.mnt / run / "step_7")
+
+
+def test_a_wait_says_once_why_it_takes_long(served, run):
+    """On stderr; then it waits on, and ends as it would have."""
+    (served.mnt / run / "step-1").mkdir(parents=True)
+    put(served.mnt / run / "step-1/x.bin", b"x")
+    waiting = subprocess.Popen([*CACHEFS, "wait", served.mnt / run / "step-1"], stderr=subprocess.PIPE, text=True)
+    try:
+        assert waiting.stderr is not None
+        first = waiting.stderr.readline()
+        assert first.startswith(f"cachefs: {run}/step-1 is open and not published yet: waiting: ")
+        save(served.mnt / run / "step-1", files(1))
+        assert waiting.communicate(timeout=PATIENCE)[1] == ""
+        assert waiting.returncode == 0
+    finally:
+        waiting.kill()
+        waiting.wait()
 
 
 # ---- the store alone

@@ -357,6 +357,24 @@ def test_stopping_waits_for_the_backlog(one):
     assert found == saved
 
 
+def test_a_save_that_waits_for_its_quiet_is_pending_at_the_end(one):
+    """Its close signal came, so it is complete: exit code 75 and what it waits for; the next start publishes it."""
+    one.start("--quiet", "60", "--drain-timeout", "0.5")
+    (one.mnt / "run/checkpoint-20").mkdir(parents=True)
+    put(one.mnt / "run/checkpoint-20/model.safetensors", tensors(10))
+    put(one.mnt / "run/checkpoint-20/trainer_state.json", b"{}")
+    (one.mnt / "run/checkpoint-30").mkdir()
+    put(one.mnt / "run/checkpoint-30/model.safetensors", tensors(10))
+    assert one.stop() == 75
+    assert "a stop may leave complete saves unpublished" in one.logged()
+    assert "stopped with 1 generations not published" in one.logged()
+    assert "run/checkpoint-20, waiting: hf-trainer: quiet after: trainer_state.json closed" in one.logged()
+    assert re.search('"saves are left open".*run/checkpoint-30|run/checkpoint-30.*"saves are left open"', one.logged())
+    one.start()
+    await_state(one, "run/checkpoint-20")
+    assert one.stop() == 0
+
+
 @pytest.mark.parametrize("how", ["fusermount3", "SIGINT"])
 def test_ending_with_nothing_to_do_is_clean(one, how):
     one.start()

@@ -88,6 +88,12 @@ class Detector(Ledger):
         """Return the open saves and what each waits for, in words."""
         return {path: save.waiting for path, save in self._saves.items()}
 
+    def closing(self) -> list[bytes]:
+        """Return the open saves that go on by themselves: the close signal came, and they wait for a time or for files
+        that are still open; or a file could not be read, and is looked at again.
+        """
+        return [path for path, save in self._saves.items() if save.wake is not None or save.unread]
+
     def close_now(self, path: bytes, now: float, view: View, why: str = "closed by hand") -> list[Action]:
         """Close a generation by hand, whatever its preset still waits for; open files are waited for all the same.
 

@@ -100,10 +100,6 @@ class Tracker:
             return self.early.drop(shard)
         return None
 
-    def is_closing(self) -> bool:
-        """Return whether a save is being pinned: the detector let go of it, and the journal does not have it yet."""
-        return bool(self._effects.closing)
-
     async def _wait_for_close(self, closing: trio.Event, change: Change) -> None:
         await closing.wait()
         again = self.before(change)
@@ -240,6 +236,10 @@ class Tracker:
     def open_saves(self) -> dict[str, str]:
         """Return the open saves by path, and what each waits for."""
         return {to_text(path): waits for path, waits in self._detector.open_saves().items()}
+
+    def closing(self) -> list[str]:
+        """Return the paths of open saves whose close signal came, and of those that are being pinned."""
+        return [to_text(path) for path in {*self._detector.closing(), *self._effects.closing}]
 
     async def resume(self) -> None:
         """Take up the saves of an earlier process: abandon what a power cut may have torn, drop pins that nobody knows,
