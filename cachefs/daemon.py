@@ -209,6 +209,7 @@ class Daemon:
             open_saves=self._tracker.open_saves,
             close_now=self._tracker.close_now,
             closing=self._tracker.closing,
+            longest_idle=self._tracker.longest_idle,
             problems=lambda: self._supervisor.figures.problems,
             in_generation=lambda path: placer.place(path) is not None,
         )

@@ -48,6 +48,8 @@ class Live(msgspec.Struct, frozen=True):
     close_now: Callable[[bytes], Any]
     closing: Callable[[], Sequence[str]] = tuple
     """The open saves whose close signal came, by path."""
+    longest_idle: Callable[[], float] = float
+    """For how many seconds an open save has not changed, at most."""
     problems: Callable[[], tuple[Problem, ...]] = tuple
     in_generation: Callable[[bytes], bool] = lambda _path: False
     """Whether a path is placed in a generation, by its name."""
@@ -107,6 +109,7 @@ class Reporter:
             member_count=members.count,
             owner=members.owner,
             problems=self._live.problems(),
+            oldest_open_idle=self._live.longest_idle(),
         )
 
     # ---- extended attributes

@@ -312,6 +312,14 @@ def test_metrics_are_served_under_the_documented_names(one):
         ),
         "the save is counted",
     )
+    assert "cachefs_oldest_open_seconds 0.0\n" in text
+    (one.mnt / "run/step_10").mkdir(parents=True)
+    put(one.mnt / "run/step_10/model.safetensors", tensors(10))
+    one.options += ("--metrics", f"127.0.0.1:{port}")
+    await_condition(lambda: metric(one, "cachefs_oldest_open_seconds") > 0, "a save that nothing closes is seen")
+    (seen,) = status(one)["generations"][1:]
+    assert (seen["state"], seen["preset"]) == ("open", "")
+    assert seen["waiting"].startswith("no preset in use knows these files")
     assert one.stop() == 0
 
 

@@ -30,7 +30,7 @@ from cachefs.generations.actions import (
 from cachefs.generations.ledger import Ledger
 from cachefs.generations.placement import Placement, Placer
 from cachefs.generations.saves import AGAIN, Closed, Save, Seen, inside, moved
-from cachefs.generations.verdict import SINGLE_FILE, file_signal, judge
+from cachefs.generations.verdict import SINGLE_FILE, file_signal, judge, waits_for
 from cachefs.staging.changes import Change, Kind
 
 
@@ -86,7 +86,7 @@ class Detector(Ledger):
 
     def open_saves(self) -> dict[bytes, str]:
         """Return the open saves and what each waits for, in words."""
-        return {path: save.waiting for path, save in self._saves.items()}
+        return {path: waits_for(save) for path, save in self._saves.items()}
 
     def closing(self) -> list[bytes]:
         """Return the open saves that go on by themselves: the close signal came, and they wait for a time or for files
@@ -113,6 +113,10 @@ class Detector(Ledger):
         self._saves[path].stale = False
         self._dirty.add(path)
         return self._settle(now, view)
+
+    def least_recent(self) -> float | None:
+        """Return when the open save changed last that has not changed for the longest time; None without any."""
+        return min((save.changed for save in self._saves.values()), default=None)
 
     def changed_at(self, path: bytes) -> float:
         """Return when an open save changed last."""

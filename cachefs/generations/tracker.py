@@ -241,6 +241,11 @@ class Tracker:
         """Return the paths of open saves whose close signal came, and of those that are being pinned."""
         return [to_text(path) for path in {*self._detector.closing(), *self._effects.closing}]
 
+    def longest_idle(self) -> float:
+        """Return for how many seconds the open save has not changed that has not for the longest time; 0 for none."""
+        since = self._detector.least_recent()
+        return 0.0 if since is None else max(0.0, clock.monotonic() - since)
+
     async def resume(self) -> None:
         """Take up the saves of an earlier process: abandon what a power cut may have torn, drop pins that nobody knows,
         close what was complete.
