@@ -435,3 +435,34 @@ def test_doctor_says_what_is_wrong(served, tmp_path):
     assert re.search(r"^ok +fuse", done.stdout, re.MULTILINE)
     findings = json.loads(served.run(*arguments, "--json", check=False).stdout)
     assert [one["what"] for one in findings if not one["ok"]] == ["staging", "store"]
+
+
+def mountpoint(path: Path, code: int = 0) -> str:
+    """Return what doctor finds at a mountpoint."""
+    done = subprocess.run([*CACHEFS, "doctor", path, "--json"], capture_output=True, text=True, check=False)
+    assert done.returncode == code, done.stderr
+    check_message(done, code)
+    (found,) = [one for one in json.loads(done.stdout) if one["what"] == "mountpoint"]
+    assert found["ok"] == (code == 0)
+    return f"{found['text']}; {found['hint']}"
+
+
+def test_doctor_looks_at_the_mountpoint(served, tmp_path):
+    """What a mount would find there, and nothing is changed."""
+    assert f"is served by cachefs (pid {served.process.pid})" in mountpoint(served.mnt)
+    assert "is made at the start" in mountpoint(tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+    assert "is empty" in mountpoint(tmp_path)
+    put(tmp_path / "file", b"x")
+    assert "it is not a directory" in mountpoint(tmp_path / "file", 73)
+    found = mountpoint(tmp_path, 73)
+    assert "is not empty (file, ...)" in found
+    assert "written while nothing was mounted" in found
+    assert "is already a mountpoint (proc)" in mountpoint(Path("/proc"), 73)
+
+
+def test_doctor_finds_a_dead_mount(tmp_path):
+    (tmp_path / "store").mkdir()
+    with node(tmp_path, f"file://{tmp_path}/store") as one:
+        one.kill()
+        assert "is gone; start it again" in mountpoint(one.mnt, 73)
