@@ -255,14 +255,21 @@ def test_close_by_hand(served, run):
 
 
 def test_close_by_hand_that_is_refused(served, run):
-    """What does not exist 66; the mountpoint and what lies in a generation 2; another user's path 77."""
+    """What does not exist 66; the mountpoint, what lies in a generation or around one, and what is empty 2."""
     path = served.mnt / run / "mine"
     path.mkdir(parents=True)
     put(path / "weights", b"x")
     served.run("close", path)
     assert "does not exist" in failing(served, "close", served.mnt / run / "nothing", code=66)
     assert "mountpoint itself" in failing(served, "close", served.mnt, code=2)
-    assert "inside another" in failing(served, "close", path / "weights", code=2)
+    said = failing(served, "close", path / "weights", code=2)
+    assert f"{run}/mine/weights is not a generation: it lies inside another one" in said
+    assert f"close {run}/mine" in said
+    said = failing(served, "close", served.mnt / run, code=2)
+    assert f"{run} is not a generation: it holds others" in said
+    assert "close one of those" in said
+    (served.mnt / run / "empty").mkdir()
+    assert f"{run}/empty holds no bytes" in failing(served, "close", served.mnt / run / "empty", code=2)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")

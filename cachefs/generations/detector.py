@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from cachefs.errors import CorruptError, InvalidError, UnreadableError
+from cachefs.formats.names import to_text
 from cachefs.generations import signals
 from cachefs.generations.actions import (
     Action,
@@ -30,7 +31,7 @@ from cachefs.generations.actions import (
 from cachefs.generations.ledger import Ledger
 from cachefs.generations.placement import Placement, Placer
 from cachefs.generations.saves import AGAIN, Closed, Save, Seen, inside, moved
-from cachefs.generations.verdict import SINGLE_FILE, file_signal, judge, waits_for
+from cachefs.generations.verdict import SINGLE_FILE, file_signal, has_bytes, judge, waits_for
 from cachefs.staging.changes import Change, Kind
 
 
@@ -94,20 +95,26 @@ class Detector(Ledger):
         """
         return [path for path, save in self._saves.items() if save.wake is not None or save.unread]
 
-    def close_now(self, path: bytes, now: float, view: View, why: str = "closed by hand") -> list[Action]:
+    def close_now(self, path: bytes, now: float, view: View) -> list[Action]:
         """Close a generation by hand, whatever its preset still waits for; open files are waited for all the same.
 
         A closed generation, or a directory that no preset knows, is closed as a new save. Raises InvalidError when the
-        path is empty, lies inside another generation or around one.
+        path is empty, lies inside another generation or around one, and when there is not a single byte to publish:
+        none of other members either, and nobody is writing one.
         """
-        if path not in self._saves:
-            closed = self._closed.get(path)
-            placement = closed.placement if closed else self._placer.any(path, is_file=view.source(path) is not None)
-            if not path or placement.path != path or self._known(path) not in (None, path):
-                raise InvalidError("not a generation: it lies inside another one")
-            if closed is None and not self._make_room(placement):
-                raise InvalidError("not a generation: it holds others")
+        save = self._saves.get(path)
+        placement = save.placement if save else self._placed_by_hand(path, view)
+        if self._alone and not has_bytes(path, view) and not [*self._files.below(path), *view.written(path)]:
+            raise InvalidError(f"{to_text(path)} holds no bytes", hint="close it when its files are written")
+        if save is None:
+            if path not in self._closed and not self._make_room(placement):
+                hint = "close one of those (cachefs status lists them)"
+                raise InvalidError(f"{to_text(path)} is not a generation: it holds others", hint=hint)
             self._open(placement, now).written.update(view.names(path))
+        return self.close_as(path, now, view, "closed by hand")
+
+    def close_as(self, path: bytes, now: float, view: View, why: str) -> list[Action]:
+        """Close an open save whatever its preset still waits for; `why` says in words who closes it."""
         self._saves[path].by_hand = now
         self._saves[path].why = why
         self._saves[path].stale = False

@@ -158,8 +158,8 @@ class Tracker:
         """Close a generation by hand; return its attempt id once it is closed, or without `wait` once that is begun:
         files that are open for writing are waited for.
 
-        Raises NotFoundError when nothing is there, InvalidError when the path is no generation, CachefsError when the
-        save ended otherwise.
+        Raises NotFoundError when nothing is there, InvalidError when the path is no generation or holds no bytes,
+        CachefsError when the save ended otherwise.
         """
         self._check_there(path)
         while (closing := self._effects.closing_around(path)) is not None and closing.closing is not None:
@@ -191,7 +191,7 @@ class Tracker:
             reason = f"{close.by}; files of it were written again"
             await self._effects.end(path, reason)
         elif now - self._detector.changed_at(path) >= close.quiet:
-            waiting = self._effects.carry_out(self._detector.close_now(path, now, self._view, close.by))
+            waiting = self._effects.carry_out(self._detector.close_as(path, now, self._view, close.by))
             self._wake()
             if waiting is not None:
                 await waiting

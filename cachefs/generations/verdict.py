@@ -103,6 +103,12 @@ def file_signal(path: bytes, view: View, *, renamed: bool) -> str | None:
     return f"{'renamed into place' if renamed else 'last writer closed'}, {known} complete"
 
 
+def has_bytes(path: bytes, view: View) -> bool:
+    """Return whether a file, or one below a directory, is not empty."""
+    files = (view.source(one) for one in (path, *(path + b"/" + name for name in view.names(path))))
+    return any(source.size for source in files if source is not None)
+
+
 def _signalled(save: Save) -> list[tuple[Preset, Seen]]:
     """Return the presets whose close signal came and that may act on it, in order."""
     placement = save.placement
