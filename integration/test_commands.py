@@ -348,6 +348,7 @@ def test_ls(served, run, published):
     assert [line.split()[:2] for line in lines[1:]] == [["step-2", "2"], ["step-1", "1"]]
     entries = json.loads(from_store(served, "ls", run, "--json"))
     assert [entry["published"]["generation"] for entry in entries] == ["step-2", "step-1"]
+    assert json.loads(from_store(served, "ls", f"{run}/", "--json")) == entries
     from_store(served, "ls", "no such run", code=66)
 
 
@@ -370,16 +371,22 @@ def test_verify_finds_a_flipped_byte(served, run, published):
     data[-1] ^= 1
     shard.chmod(0o644)
     shard.write_bytes(data)
-    assert "deep/model-2.safetensors" in from_store(served, "verify", run, code=65)
+    said = from_store(served, "verify", run, code=65)
+    assert "deep/model-2.safetensors" in said
+    assert "restore it with -g, or let cachefs rollback" in said
     target = served.root / "damaged"
-    assert "deep/model-2.safetensors" in from_store(served, "restore", run, target, code=65)
+    said = from_store(served, "restore", run, target, code=65)
+    assert "deep/model-2.safetensors" in said
+    assert f"another generation may be whole (cachefs ls {run})" in said
     assert not target.exists() or os.listdir(target) == []
     from_store(served, "verify", run, "-g", "step-1")
 
 
 def test_restore(served, run, published, tmp_path):
-    """The newest or an older generation; existing ones are replaced only when that is asked for."""
-    text = from_store(served, "restore", run, tmp_path / "new")
+    """The newest or an older generation; existing ones are replaced only when that is asked for. A shell completes the
+    name of the run with a slash.
+    """
+    text = from_store(served, "restore", f"{run}/", tmp_path / "new")
     assert text == f"{tmp_path}/new/step-2: 3 shards, {sum(map(len, published[2].values()))} bytes\n"
     assert_same(contents(tmp_path / "new/step-2"), published[2])
     answer = json.loads(from_store(served, "restore", run, tmp_path / "new", "--generation", "step-1", "--json"))
@@ -396,12 +403,10 @@ def test_restore(served, run, published, tmp_path):
 
 
 def test_restore_into_what_cannot_be_written(served, run, published, tmp_path):
-    """One line, nothing left."""
+    """One line, nothing left; 77 where nobody may write."""
     put(tmp_path / "file", b"")
-    for place in (tmp_path / "file", Path("/proc/nothing")):
-        done = served.run("restore", run, place, "--store", served.store, check=False)
-        assert done.returncode != 0
-        check_message(done, done.returncode)
+    for place, code in ((tmp_path / "file", 1), (Path("/proc/nothing"), 1), (Path("/sys/nothing"), 77)):
+        from_store(served, "restore", run, place, code=code)
     from_store(served, "restore", "no such run", tmp_path, code=66)
 
 
