@@ -238,7 +238,7 @@ def test_wait_says_so_when_the_daemon_stops_meanwhile(tmp_path):
 
 
 def test_close_by_hand(served, run):
-    """For a directory that no preset knows: what is in it then is published. Again is a new attempt."""
+    """For a directory that no preset knows: what is in it then is published. After a change it is a new attempt."""
     path = served.mnt / run / "mine"
     path.mkdir(parents=True)
     put(path / "weights", b"first")
@@ -246,6 +246,7 @@ def test_close_by_hand(served, run):
     first = json.loads(served.run("close", path, "--json").stdout)
     assert (first["path"], len(first["attempt"])) == (f"{run}/mine", 32)
     await_state(served, f"{run}/mine")
+    assert json.loads(served.run("close", path, "--json").stdout) == first
     put(path / "weights", b"second")
     assert f"{run}/mine: closed (attempt " in served.run("close", path).stdout
     await_condition(lambda: states(served, f"{run}/mine") == ["published", "published"], "both are published")

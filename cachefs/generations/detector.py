@@ -113,6 +113,11 @@ class Detector(Ledger):
             self._open(placement, now).written.update(view.names(path))
         return self.close_as(path, now, view, "closed by hand")
 
+    def unchanged(self, path: bytes, view: View) -> bool:
+        """Return whether a generation is closed and certainly holds what was closed: to close it again says nothing."""
+        closed = self._closed.get(path)
+        return closed is not None and closed.seen and closed.names == _names(closed.placement, view)
+
     def close_as(self, path: bytes, now: float, view: View, why: str) -> list[Action]:
         """Close an open save whatever its preset still waits for; `why` says in words who closes it."""
         self._saves[path].by_hand = now
@@ -142,7 +147,7 @@ class Detector(Ledger):
         for resumed in saves:
             placement = self._placer.any(resumed.path, is_file=view.source(resumed.path) is not None)
             if resumed.closed:
-                self._remember(placement, view)
+                self._closed[placement.path] = Closed(placement, _names(placement, view), seen=False)
                 continue
             names = view.names(resumed.path) if placement.kind == "directory" else [placement.relative(resumed.path)]
             old = {path for path, baseline in resumed.baselines.items() if baseline and view.identity(path) == baseline}
@@ -298,7 +303,7 @@ class Detector(Ledger):
             closed = self._closed.pop(root)
             placement = self._root_at(moved(root, old, path), closed.placement)
             if placement is not None:
-                closed.placement = placement
+                closed.placement, closed.seen = placement, False
                 self._closed[placement.path] = closed
         for root in [root for root in self._saves if inside(root, old)]:
             save = self._saves.pop(root)
@@ -381,11 +386,13 @@ class Detector(Ledger):
             del self._saves[path]
             self._out.append(action)
             if isinstance(action, CloseSave):
-                self._remember(save.placement, view)
+                self._closed[path] = Closed(save.placement, _names(save.placement, view), seen=True)
         self._dirty.clear()
         out, self._out = self._out, []
         return out
 
-    def _remember(self, placement: Placement, view: View) -> None:
-        names = view.names(placement.path) if placement.kind == "directory" else [placement.relative(placement.path)]
-        self._closed[placement.path] = Closed(placement, frozenset(names))
+
+def _names(placement: Placement, view: View) -> frozenset[bytes]:
+    return frozenset(
+        view.names(placement.path) if placement.kind == "directory" else [placement.relative(placement.path)]
+    )

@@ -159,8 +159,11 @@ AGAIN = 1.0
 
 @dataclass(slots=True)
 class Closed:
-    """A closed save: the names it consisted of, and those that came later (addenda)."""
+    """A closed save: the names it consisted of, and those that came later (addenda). `seen` says that it was closed
+    here and stands where it stood then: only of such a one the names are known to be those that were closed.
+    """
 
     placement: Placement
     names: frozenset[bytes]
+    seen: bool
     late: set[bytes] = field(default_factory=set)

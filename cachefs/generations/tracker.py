@@ -156,7 +156,8 @@ class Tracker:
 
     async def close_now(self, path: bytes, *, wait: bool = True) -> str:
         """Close a generation by hand; return its attempt id once it is closed, or without `wait` once that is begun:
-        files that are open for writing are waited for.
+        files that are open for writing are waited for. One that is closed and has not changed since keeps its attempt,
+        unless that was abandoned.
 
         Raises NotFoundError when nothing is there, InvalidError when the path is no generation or holds no bytes,
         CachefsError when the save ended otherwise.
@@ -164,6 +165,8 @@ class Tracker:
         self._check_there(path)
         while (closing := self._effects.closing_around(path)) is not None and closing.closing is not None:
             await closing.closing.wait()
+        if attempt := self._closed_already(path):
+            return attempt
         waiting = self._effects.carry_out(self._detector.close_now(path, clock.monotonic(), self._view))
         self._wake()
         save = self._effects.saves.get(path) or self._effects.closing.get(path)
@@ -175,6 +178,16 @@ class Tracker:
         if wait:
             await self._wait_closed(path, save.attempt)
         return save.attempt
+
+    def _closed_already(self, path: bytes) -> str:
+        """Return the attempt of a generation that is closed and unchanged; "" when it is to be closed."""
+        if not self._detector.unchanged(path, self._view):
+            return ""
+        with self._journal.read() as txn:
+            ours = [a for a in txn.attempts.scan() if a.path == to_text(path) and not a.foreign]
+        newest = max(ours, key=lambda attempt: attempt.serial, default=None)
+        alive = newest is not None and newest.closed_at is not None and newest.state is not State.ABANDONED
+        return newest.attempt if newest is not None and alive else ""
 
     async def close_from(self, close: CloseFrom) -> None:
         """Close a save because another member saw the close signal. Nothing happens when it is closed already, or must
