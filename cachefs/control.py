@@ -53,7 +53,7 @@ class CloseRequest(msgspec.Struct, frozen=True, tag="close"):
 
 
 class FlushRequest(msgspec.Struct, frozen=True, tag="flush"):
-    """Wait until everything closed so far is published."""
+    """Wait until everything that is complete is published; answered with `status.Flushed`."""
 
     timeout: _Seconds | None = None
 

@@ -21,7 +21,7 @@ from cachefs import clock, control, metrics, notify
 from cachefs.config.schema import Config
 from cachefs.errors import CachefsError, PendingError, StagingError
 from cachefs.formats.keys import Keys
-from cachefs.formats.records import Meta, State
+from cachefs.formats.records import Meta
 from cachefs.gate import try_store
 from cachefs.gauges import Gauges
 from cachefs.generations.catalog import configured
@@ -53,8 +53,6 @@ before it cannot be told from one of an earlier daemon of this name, and is refu
 """
 _ENDING = 30.0
 """Seconds that ending the engine and unmounting may take after the drain; systemd is told."""
-_LOOK = 0.2
-"""Seconds after which a drain looks again at what only time changes."""
 
 
 def run(config: Config, *, ready: Callable[[], None] | None = None, log_fd: int = 2) -> int:
@@ -108,6 +106,7 @@ class Daemon:
         self._config = config
         self._presets = configured(config)
         load_of(config)  # refuses what the engine could not run later
+        self._check_drain()
         session.prepare(config.mountpoint)
         self._passthrough = Passthrough(config.data_path, overlay=session.is_overlay(config.staging))
         self._staging = Staging(config.staging)
@@ -134,6 +133,15 @@ class Daemon:
         )
         self._closes = trio.open_memory_channel[CloseSave](_CLOSES)
         self._stop_drain = trio.CancelScope()
+
+    def _check_drain(self) -> None:
+        quiet = max((preset.quiet for preset in self._presets if preset.strength in "CD"), default=0.0)
+        if self._config.publish and self._config.drain_timeout < quiet:
+            _log.warning(
+                "a stop may leave complete saves unpublished: drain_timeout is shorter than their quiet time",
+                drain_timeout=self._config.drain_timeout,
+                quiet=quiet,
+            )
 
     async def serve(self, ready: Callable[[], None]) -> None:
         """Run everything; returns when the mount has ended and what could be drained is drained."""
@@ -200,6 +208,8 @@ class Daemon:
             loose_pending=lambda: self._supervisor.figures.loose_pending,
             open_saves=self._tracker.open_saves,
             close_now=self._tracker.close_now,
+            closing=self._tracker.closing,
+            longest_idle=self._tracker.longest_idle,
             problems=lambda: self._supervisor.figures.problems,
             in_generation=lambda path: placer.place(path) is not None,
         )
@@ -297,37 +307,24 @@ class Daemon:
     async def _drain(self) -> None:
         if not self._config.publish:
             return
-        end = clock.monotonic() + self._config.drain_timeout
         with self._stop_drain, trio.move_on_after(self._config.drain_timeout):
             notify.extend_timeout(self._config.drain_timeout + _ENDING)
-            while self._reporter.unpublished() or self._closing_before(end):
-                with trio.move_on_after(_LOOK):
-                    await self._journal.wait_changed()
-
-    def _closing_before(self, end: float) -> bool:
-        """Return whether a save is being closed, or complete but for a quiet time that ends in time: nobody can write
-        to it any more.
-        """
-        if self._tracker.is_closing():
-            return True
-        deadline = self._detector.next_deadline()
-        return deadline is not None and deadline < end
+            await self._reporter.settled()
 
     def _report_pending(self) -> None:
+        left, publish, reasons = self._reporter.pending(), self._config.publish, self._tracker.open_saves()
         with self._journal.read() as txn:
             # Of a foreign attempt nothing is on this disk.
-            waiting = [
-                a for a in txn.attempts.scan() if a.closed_at is not None and not a.state.final and not a.foreign
-            ]
-            shards = [s for a in waiting for s in txn.shards_of(a.attempt) if s.pin is None]
-            ours = [a for a in txn.attempts.scan() if not a.foreign]
-            unfinished = [a.path for a in ours if a.closed_at is None and a.state is State.OPEN]
-        if unfinished:
-            _log.warning("saves are left open: no close signal came", saves=len(unfinished), first=unfinished[0])
-        if waiting and self._config.publish:
+            closed = [a for a in txn.attempts.scan() if a.closed_at is not None and not a.state.final and not a.foreign]
+            shards = [s for a in closed for s in txn.shards_of(a.attempt) if s.pin is None]
+        if unfinished := left.open if publish else left.open + left.closing:
+            first = unfinished[0]
+            _log.warning("saves are left open", saves=len(unfinished), first=first, waiting=reasons.get(first, ""))
+        if publish and (closed or left.closing):
             size = sum(shard.identity.size for shard in shards)
+            closing = "".join(f"; {path}, waiting: {reasons.get(path, 'its pins')}" for path in left.closing[:1])
             raise PendingError(
-                f"stopped with {len(waiting)} generations not published: {len(shards)} files, {size} bytes"
-                " not in the store yet",
+                f"stopped with {len(closed) + len(left.closing)} generations not published: {len(shards)} files, {size}"
+                f" bytes not in the store yet{closing}",
                 hint="they are kept in staging; the next start goes on",
             )

@@ -5,11 +5,12 @@ A class exists only where some caller acts differently on it. `hint` tells the o
     CachefsError                 anything else we raise                        exit 1    EIO
     ├── InvalidError             bad configuration or argument                 exit 2    EINVAL
     ├── NotFoundError            bucket, run, generation or path is not there  exit 66   ENOENT
+    │   └── NoStoreError         the bucket or the store's directory itself
     ├── MountpointError          mountpoint busy, not empty or not mountable   exit 73   EBUSY
     ├── StagingError             staging unusable or held by another daemon    exit 74   EIO
     ├── PendingError             stopped with data that is not flushed yet     exit 75   EIO
     ├── WaitTimeout              a wait ran out                                exit 124  ETIMEDOUT
-    ├── DeniedError              the store refused the credentials             exit 77   EACCES
+    ├── DeniedError              refused credentials, or not allowed           exit 77   EACCES
     ├── ProbeError               the store does not honour what we rely on     exit 76   EIO
     ├── FencedError              another owner holds a newer epoch             exit 79   EROFS
     ├── UnreadableError          a local file cannot be read just now          exit 1    EIO
@@ -91,7 +92,7 @@ class WaitTimeout(CachefsError):
 
 
 class DeniedError(CachefsError):
-    """The store answered 401 or 403."""
+    """The store answered 401 or 403, or this user may not do it here."""
 
     exit_code = 77
     errno = errno.EACCES

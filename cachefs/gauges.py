@@ -49,6 +49,7 @@ class Gauges:
         metrics.backlog_bytes.set(status.backlog_bytes)
         metrics.backlog_files.set(status.backlog_files)
         metrics.oldest_unpublished_seconds.set(status.oldest_unpublished_age)
+        metrics.oldest_open_seconds.set(status.oldest_open_idle)
         metrics.loose_pending_files.set(status.loose_pending)
         metrics.staging_free_bytes.set(status.staging_free_bytes)
         metrics.staging_used_bytes.set(self._staging.total_bytes() - status.staging_free_bytes)

@@ -62,6 +62,10 @@ class Metrics:
             "oldest_unpublished_seconds",
             "Age of the oldest closed save that is not published yet, 0 when there is none",
         )
+        self.oldest_open_seconds = self._gauge(
+            "oldest_open_seconds",
+            "Time since the last change of the save that is not closed and was left alone for the longest time, or 0",
+        )
         self.close_to_published_seconds = Histogram(
             *self._row("close_to_published_seconds", "histogram", "Time from the close of a save to its publication"),
             buckets=_SAVE_SECONDS,

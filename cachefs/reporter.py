@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +26,14 @@ from cachefs.errors import (
 from cachefs.formats.names import checked_path, to_text
 from cachefs.formats.records import AttemptRecord, State
 from cachefs.journal import Journal
+from cachefs.pending import Pending, pending
 from cachefs.problem import Problem
 from cachefs.publish.rules import effective_state
-from cachefs.status import GenerationStatus, Read, Status, Totals, add_up, generation_status, read, snapshot
+from cachefs.status import Flushed, GenerationStatus, Read, Status, Totals, add_up, generation_status, read, snapshot
+
+_LOOK = 0.2
+"""Seconds after which a wait looks again at what only time changes."""
+_TAKE_BACK = "find out which node owns the run (cachefs ls); if it is this one's turn, restart this daemon"
 
 
 class Live(msgspec.Struct, frozen=True):
@@ -41,6 +46,10 @@ class Live(msgspec.Struct, frozen=True):
     loose_pending: Callable[[], int]
     open_saves: Callable[[], dict[str, str]]
     close_now: Callable[[bytes], Any]
+    closing: Callable[[], Sequence[str]] = tuple
+    """The open saves whose close signal came, by path."""
+    longest_idle: Callable[[], float] = float
+    """For how many seconds an open save has not changed, at most."""
     problems: Callable[[], tuple[Problem, ...]] = tuple
     in_generation: Callable[[bytes], bool] = lambda _path: False
     """Whether a path is placed in a generation, by its name."""
@@ -100,6 +109,7 @@ class Reporter:
             member_count=members.count,
             owner=members.owner,
             problems=self._live.problems(),
+            oldest_open_idle=self._live.longest_idle(),
         )
 
     # ---- extended attributes
@@ -185,11 +195,21 @@ class Reporter:
                 if reached is not None:
                     return reached.value
                 await self._journal.wait_changed()
-        now = self._status_of(path)
+        now = self._newest(path)
         raise WaitTimeout(
-            f"{path} is {now.state.value if now else 'unknown'}, not {state.value}, after {timeout:g} s",
-            hint=now.error if now and now.error else self._live.publishing_blocked(),
+            f"{path} is {now.state.value if now else 'unknown'} and not {state.value} yet", hint=self._reason(path)
         )
+
+    def _reason(self, path: str) -> str:
+        """Return why a save does not move on, as far as that is known."""
+        now = self._status_of(path)
+        waiting = self._live.open_saves().get(now.path, "") if now is not None and now.state is State.OPEN else ""
+        return "; ".join(filter(None, [now.error if now else "", waiting and f"waiting: {waiting}", self._obstacle()]))
+
+    def _obstacle(self) -> str:
+        """Return what keeps everything from being published."""
+        health = self._live.store_health()
+        return self._live.publishing_blocked() or (f"the store: {health}" if health not in ("", "ok") else "")
 
     def _reached(self, path: str, wanted: State) -> State | None:
         attempt = self._newest(path)
@@ -204,32 +224,53 @@ class Reporter:
         if attempt.state.rank >= wanted.rank:
             return attempt.state
         if state is State.FENCED:
-            raise FencedError(f"run {attempt.run} was taken over by another daemon; {path} stays in staging")
+            raise FencedError(
+                f"run {attempt.run} was taken over by another daemon; {path} stays in staging", hint=_TAKE_BACK
+            )
         blocked = self._live.publishing_blocked()
         if blocked and wanted.rank > State.STAGED.rank and not self._config.publish:
             raise ProbeError(f"{path} will not become {wanted.value}: {blocked}")
         return None
 
-    async def _flush(self, timeout: float | None) -> int:
+    async def _flush(self, timeout: float | None) -> Flushed:
         if not self._config.publish:
             raise ProbeError(f"nothing is flushed: {self._live.publishing_blocked()}")
         with trio.move_on_after(math.inf if timeout is None else timeout):
-            while pending := self.unpublished():
-                await self._journal.wait_changed()
+            left = await self.settled()
+            if left.fenced:
+                raise FencedError(
+                    f"{len(left.fenced)} closed saves stay in staging ({left.fenced[0]}): another daemon has taken"
+                    " their run over",
+                    hint=_TAKE_BACK,
+                )
+            waiting = self._live.open_saves()
             with self._journal.read() as txn:
-                return sum(attempt.state is State.PUBLISHED for attempt in txn.attempts.scan())
+                states = [attempt.state for attempt in txn.attempts.scan()]
+            return Flushed(
+                published=states.count(State.PUBLISHED),
+                abandoned=states.count(State.ABANDONED),
+                open={path: waiting.get(path, "") for path in left.open},
+            )
+        left = self.pending()
+        first = (*left.closed, *left.closing)[:1]
         raise WaitTimeout(
-            f"{pending} generations are not published after {timeout:g} s", hint=self._live.publishing_blocked()
+            f"{len(left.closed) + len(left.closing)} generations are not published yet",
+            hint="; ".join(f"{path}: {reason}" for path in first if (reason := self._reason(path))),
         )
 
-    def unpublished(self) -> int:
-        """Return how many closed saves wait to be published; fenced ones do not: they wait for a restart."""
+    async def settled(self) -> Pending:
+        """Wait until every closed save is published, also those whose close signal came and that are about to be
+        closed; return what is left: it does not move by itself.
+        """
+        while (left := self.pending()).moving:
+            with trio.move_on_after(_LOOK):
+                await self._journal.wait_changed()
+        return left
+
+    def pending(self) -> Pending:
+        """Return what is not published."""
         with self._journal.read() as txn:
-            fenced = {run.run for run in txn.runs.scan() if run.fenced_by}
-            return sum(
-                attempt.closed_at is not None and not attempt.state.final and attempt.run not in fenced
-                for attempt in txn.attempts.scan()
-            )
+            return pending(txn.attempts.scan(), txn.runs.scan(), self._live.closing())
 
 
 def _checked(path: str) -> bytes:

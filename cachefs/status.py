@@ -17,7 +17,9 @@ from cachefs.publish.rules import effective_state
 
 
 class GenerationStatus(msgspec.Struct, frozen=True):
-    """One attempt. Sizes in bytes, `age` in seconds since it was closed (or opened, while it is open)."""
+    """One attempt. Sizes in bytes, `age` in seconds since it was closed (or opened, while it is open). `preset` is ""
+    as long as nothing proves which one it is.
+    """
 
     path: str
     run: str
@@ -46,7 +48,8 @@ class RunStatus(msgspec.Struct, frozen=True):
 class Status(msgspec.Struct, frozen=True):
     """The whole daemon. `publishing_blocked` says why nothing is published (empty: all is well). `members` are the
     names of all members where they are known, `owner` says whether this daemon seals and promotes. `problems` say why
-    runs do not move: what could not be read or written at the last look at them.
+    runs do not move: what could not be read or written at the last look at them. `oldest_open_idle` is how long an open
+    save has not changed, at most.
     """
 
     version: str
@@ -69,6 +72,17 @@ class Status(msgspec.Struct, frozen=True):
     member_count: int = 1
     owner: bool = True
     problems: tuple[Problem, ...] = ()
+    oldest_open_idle: float = 0.0
+
+
+class Flushed(msgspec.Struct, frozen=True):
+    """Nothing is pending: how many generations are published and how many were abandoned, of those that the daemon
+    knows. `open` are saves that are not complete, by path, and what each waits for.
+    """
+
+    published: int
+    abandoned: int = 0
+    open: dict[str, str] = {}
 
 
 class Snapshot(msgspec.Struct, frozen=True):

@@ -50,6 +50,13 @@ def files(seed: int) -> dict[str, bytes]:
     return {"model-1.safetensors": tensors(1000, seed), "deep/model-2.safetensors": tensors(10, seed)}
 
 
+def put_all(directory: Path, data: dict[str, bytes]) -> None:
+    """Write a directory of files."""
+    directory.mkdir(parents=True)
+    for name, content in data.items():
+        put(directory / name, content)
+
+
 @pytest.fixture
 def published(served, run) -> dict[int, dict[str, bytes]]:
     """Two published generations of the run, by step."""
@@ -206,7 +213,8 @@ def test_wait_that_cannot_end_well(served, run):
     before = time.monotonic()
     said = failing(served, "wait", served.mnt / run / "step-1", "--timeout", "0.3", code=124)
     assert 0.3 <= time.monotonic() - before < 20
-    assert "is open, not published, after 0.3 s" in said
+    assert "is open and not published yet" in said
+    assert "waiting: " in said
     assert "not part of a generation" in failing(served, "wait", served.mnt / run / "nothing", code=66)
     assert "mountpoint itself" in failing(served, "wait", served.mnt, code=2)
     assert "unknown state 'done'" in failing(served, "wait", served.mnt / run, "--state", "done", code=2)
@@ -226,11 +234,12 @@ def test_wait_says_so_when_the_daemon_stops_meanwhile(tmp_path):
         )
         assert one.stop() == 0
         _, said = waiting.communicate(timeout=PATIENCE)
-    assert (waiting.returncode, said) == (69, "cachefs: the daemon stopped before it answered\n")
+    assert waiting.returncode == 69
+    assert said.endswith("cachefs: the daemon stopped before it answered\n")
 
 
 def test_close_by_hand(served, run):
-    """For a directory that no preset knows: what is in it then is published. Again is a new attempt."""
+    """For a directory that no preset knows: what is in it then is published. After a change it is a new attempt."""
     path = served.mnt / run / "mine"
     path.mkdir(parents=True)
     put(path / "weights", b"first")
@@ -238,6 +247,7 @@ def test_close_by_hand(served, run):
     first = json.loads(served.run("close", path, "--json").stdout)
     assert (first["path"], len(first["attempt"])) == (f"{run}/mine", 32)
     await_state(served, f"{run}/mine")
+    assert json.loads(served.run("close", path, "--json").stdout) == first
     put(path / "weights", b"second")
     assert f"{run}/mine: closed (attempt " in served.run("close", path).stdout
     await_condition(lambda: states(served, f"{run}/mine") == ["published", "published"], "both are published")
@@ -247,14 +257,21 @@ def test_close_by_hand(served, run):
 
 
 def test_close_by_hand_that_is_refused(served, run):
-    """What does not exist 66; the mountpoint and what lies in a generation 2; another user's path 77."""
+    """What does not exist 66; the mountpoint, what lies in a generation or around one, and what is empty 2."""
     path = served.mnt / run / "mine"
     path.mkdir(parents=True)
     put(path / "weights", b"x")
     served.run("close", path)
     assert "does not exist" in failing(served, "close", served.mnt / run / "nothing", code=66)
     assert "mountpoint itself" in failing(served, "close", served.mnt, code=2)
-    assert "inside another" in failing(served, "close", path / "weights", code=2)
+    said = failing(served, "close", path / "weights", code=2)
+    assert f"{run}/mine/weights is not a generation: it lies inside another one" in said
+    assert f"close {run}/mine" in said
+    said = failing(served, "close", served.mnt / run, code=2)
+    assert f"{run} is not a generation: it holds others" in said
+    assert "close one of those" in said
+    (served.mnt / run / "empty").mkdir()
+    assert f"{run}/empty holds no bytes" in failing(served, "close", served.mnt / run / "empty", code=2)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
@@ -293,6 +310,34 @@ def test_flush_returns_when_nothing_is_pending(served, run):
     assert "nothing is pending" in served.run("flush", served.mnt).stdout
 
 
+def test_flush_waits_for_a_complete_save_and_names_the_others(served, run):
+    """The Trainer's save is complete, and quiet must follow; of the other one nobody has said that it is complete."""
+    put_all(served.mnt / run / "step_7", {"notes.txt": b"x"})
+    put_all(served.mnt / run / "checkpoint-20", {"model.safetensors": tensors(10), "trainer_state.json": b"{}"})
+    said = served.run("flush", served.mnt).stdout
+    assert states(served, f"{run}/checkpoint-20") == ["published"]
+    assert re.search(rf"not complete, so not published:(\n.*)*\n  {re.escape(run)}/step_7, waiting: ", said)
+    assert f"{run}/step_7" in json.loads(served.run("flush", served.mnt, "--json").stdout)["open"]
+    shutil.rmtree(served.mnt / run / "step_7")
+
+
+def test_a_wait_says_once_why_it_takes_long(served, run):
+    """On stderr; then it waits on, and ends as it would have."""
+    (served.mnt / run / "step-1").mkdir(parents=True)
+    put(served.mnt / run / "step-1/x.bin", b"x")
+    waiting = subprocess.Popen([*CACHEFS, "wait", served.mnt / run / "step-1"], stderr=subprocess.PIPE, text=True)
+    try:
+        assert waiting.stderr is not None
+        first = waiting.stderr.readline()
+        assert first.startswith(f"cachefs: {run}/step-1 is open and not published yet: waiting: ")
+        save(served.mnt / run / "step-1", files(1))
+        assert waiting.communicate(timeout=PATIENCE)[1] == ""
+        assert waiting.returncode == 0
+    finally:
+        waiting.kill()
+        waiting.wait()
+
+
 # ---- the store alone
 
 
@@ -305,6 +350,7 @@ def test_ls(served, run, published):
     assert [line.split()[:2] for line in lines[1:]] == [["step-2", "2"], ["step-1", "1"]]
     entries = json.loads(from_store(served, "ls", run, "--json"))
     assert [entry["published"]["generation"] for entry in entries] == ["step-2", "step-1"]
+    assert json.loads(from_store(served, "ls", f"{run}/", "--json")) == entries
     from_store(served, "ls", "no such run", code=66)
 
 
@@ -353,16 +399,22 @@ def test_verify_finds_a_flipped_byte(served, run, published):
     data[-1] ^= 1
     shard.chmod(0o644)
     shard.write_bytes(data)
-    assert "deep/model-2.safetensors" in from_store(served, "verify", run, code=65)
+    said = from_store(served, "verify", run, code=65)
+    assert "deep/model-2.safetensors" in said
+    assert "restore it with -g, or let cachefs rollback" in said
     target = served.root / "damaged"
-    assert "deep/model-2.safetensors" in from_store(served, "restore", run, target, code=65)
+    said = from_store(served, "restore", run, target, code=65)
+    assert "deep/model-2.safetensors" in said
+    assert f"another generation may be whole (cachefs ls {run})" in said
     assert not target.exists() or os.listdir(target) == []
     from_store(served, "verify", run, "-g", "step-1")
 
 
 def test_restore(served, run, published, tmp_path):
-    """The newest or an older generation; existing ones are replaced only when that is asked for."""
-    text = from_store(served, "restore", run, tmp_path / "new")
+    """The newest or an older generation; existing ones are replaced only when that is asked for. A shell completes the
+    name of the run with a slash.
+    """
+    text = from_store(served, "restore", f"{run}/", tmp_path / "new")
     assert text == f"{tmp_path}/new/step-2: 3 shards, {sum(map(len, published[2].values()))} bytes\n"
     assert_same(contents(tmp_path / "new/step-2"), published[2])
     answer = json.loads(from_store(served, "restore", run, tmp_path / "new", "--generation", "step-1", "--json"))
@@ -409,12 +461,10 @@ def runs(one: Node) -> list[str]:
 
 
 def test_restore_into_what_cannot_be_written(served, run, published, tmp_path):
-    """One line, nothing left."""
+    """One line, nothing left; 77 where nobody may write."""
     put(tmp_path / "file", b"")
-    for place in (tmp_path / "file", Path("/proc/nothing")):
-        done = served.run("restore", run, place, "--store", served.store, check=False)
-        assert done.returncode != 0
-        check_message(done, done.returncode)
+    for place, code in ((tmp_path / "file", 1), (Path("/proc/nothing"), 1), (Path("/sys/nothing"), 77)):
+        from_store(served, "restore", run, place, code=code)
     from_store(served, "restore", "no such run", tmp_path, code=66)
 
 
@@ -455,3 +505,34 @@ def test_doctor_says_what_is_wrong(served, tmp_path):
     assert re.search(r"^ok +fuse", done.stdout, re.MULTILINE)
     findings = json.loads(served.run(*arguments, "--json", check=False).stdout)
     assert [one["what"] for one in findings if not one["ok"]] == ["staging", "store"]
+
+
+def mountpoint(path: Path, code: int = 0) -> str:
+    """Return what doctor finds at a mountpoint."""
+    done = subprocess.run([*CACHEFS, "doctor", path, "--json"], capture_output=True, text=True, check=False)
+    assert done.returncode == code, done.stderr
+    check_message(done, code)
+    (found,) = [one for one in json.loads(done.stdout) if one["what"] == "mountpoint"]
+    assert found["ok"] == (code == 0)
+    return f"{found['text']}; {found['hint']}"
+
+
+def test_doctor_looks_at_the_mountpoint(served, tmp_path):
+    """What a mount would find there, and nothing is changed."""
+    assert f"is served by cachefs (pid {served.process.pid})" in mountpoint(served.mnt)
+    assert "is made at the start" in mountpoint(tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+    assert "is empty" in mountpoint(tmp_path)
+    put(tmp_path / "file", b"x")
+    assert "it is not a directory" in mountpoint(tmp_path / "file", 73)
+    found = mountpoint(tmp_path, 73)
+    assert "is not empty (file, ...)" in found
+    assert "written while nothing was mounted" in found
+    assert "is already a mountpoint (proc)" in mountpoint(Path("/proc"), 73)
+
+
+def test_doctor_finds_a_dead_mount(tmp_path):
+    (tmp_path / "store").mkdir()
+    with node(tmp_path, f"file://{tmp_path}/store") as one:
+        one.kill()
+        assert "is gone; start it again" in mountpoint(one.mnt, 73)

@@ -62,6 +62,8 @@ def test_the_later_daemon_owns_the_run_until_the_first_is_started_again(world: W
     await_state(first, "run/step-30", "fenced")
     assert os.getxattr(first.mnt / "run" / "step-20", "user.cachefs.state") == b"fenced"
     assert first.run("wait", first.mnt / "run" / "step-30", "--timeout", "30", check=False).returncode == 79
+    flushed = first.run("flush", first.mnt, check=False)
+    assert (flushed.returncode, "2 closed saves stay in staging (run/step-20)" in flushed.stderr) == (79, True)
     await_condition(lambda: metric(first, "cachefs_fenced", run="run") == 1, "the metric says it")
     assert metric(first, "cachefs_epoch", run="run") == 0
     train(second, 3)

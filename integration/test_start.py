@@ -312,6 +312,14 @@ def test_metrics_are_served_under_the_documented_names(one):
         ),
         "the save is counted",
     )
+    assert "cachefs_oldest_open_seconds 0.0\n" in text
+    (one.mnt / "run/step_10").mkdir(parents=True)
+    put(one.mnt / "run/step_10/model.safetensors", tensors(10))
+    one.options += ("--metrics", f"127.0.0.1:{port}")
+    await_condition(lambda: metric(one, "cachefs_oldest_open_seconds") > 0, "a save that nothing closes is seen")
+    (seen,) = status(one)["generations"][1:]
+    assert (seen["state"], seen["preset"]) == ("open", "")
+    assert seen["waiting"].startswith("no preset in use knows these files")
     assert one.stop() == 0
 
 
@@ -355,6 +363,24 @@ def test_stopping_waits_for_the_backlog(one):
     one.restore("run", one.root / "restored")
     found = {path.name: path.read_bytes() for path in (one.root / "restored/step-1").iterdir()}
     assert found == saved
+
+
+def test_a_save_that_waits_for_its_quiet_is_pending_at_the_end(one):
+    """Its close signal came, so it is complete: exit code 75 and what it waits for; the next start publishes it."""
+    one.start("--quiet", "60", "--drain-timeout", "0.5")
+    (one.mnt / "run/checkpoint-20").mkdir(parents=True)
+    put(one.mnt / "run/checkpoint-20/model.safetensors", tensors(10))
+    put(one.mnt / "run/checkpoint-20/trainer_state.json", b"{}")
+    (one.mnt / "run/checkpoint-30").mkdir()
+    put(one.mnt / "run/checkpoint-30/model.safetensors", tensors(10))
+    assert one.stop() == 75
+    assert "a stop may leave complete saves unpublished" in one.logged()
+    assert "stopped with 1 generations not published" in one.logged()
+    assert "run/checkpoint-20, waiting: hf-trainer: quiet after: trainer_state.json closed" in one.logged()
+    assert re.search('"saves are left open".*run/checkpoint-30|run/checkpoint-30.*"saves are left open"', one.logged())
+    one.start()
+    await_state(one, "run/checkpoint-20")
+    assert one.stop() == 0
 
 
 @pytest.mark.parametrize("how", ["fusermount3", "SIGINT"])

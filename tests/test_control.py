@@ -6,18 +6,19 @@ import errno
 import json
 import threading
 from functools import partial
+from types import SimpleNamespace
 
 import msgspec
 import pytest
 import trio
 
 from cachefs import control
-from cachefs.errors import InvalidError, NotFoundError
+from cachefs.errors import FencedError, InvalidError, NotFoundError, WaitTimeout
 from cachefs.formats.manifest import Pin
-from cachefs.formats.records import AttemptRecord, Identity, ShardRecord, State
+from cachefs.formats.records import AttemptRecord, Identity, RunRecord, ShardRecord, State
 from cachefs.journal import Journal
 from cachefs.reporter import Live, Reporter
-from cachefs.status import read, snapshot
+from cachefs.status import Flushed, read, snapshot
 
 
 class Daemon:
@@ -145,24 +146,41 @@ async def test_who_says_nothing_is_let_go(daemon, monkeypatch):
 
 
 class Answers:
-    """A reporter on a real journal; `closed` are the paths that it asks to close."""
+    """A reporter on a real journal; `closed` are the paths that it asks to close, `open` what open saves wait for,
+    `closing` those whose close signal came.
+    """
 
     def __init__(self, tmp_path, journal: Journal) -> None:
+        self.journal = journal
         self.closed: list[bytes] = []
+        self.open: dict[str, str] = {}
+        self.closing: list[str] = []
+        self.health = "ok"
         self.tree = tmp_path / "tree"
         self.tree.mkdir()
         live = Live(
             publishing_blocked=str,
-            store_health=str,
+            store_health=lambda: self.health,
             data_path=str,
             staging_free=int,
             loose_pending=int,
-            open_saves=dict,
+            open_saves=lambda: self.open,
+            closing=lambda: self.closing,
             close_now=self.close,
             in_generation=lambda path: path.startswith(b"run/step-"),
         )
-        self.reporter = Reporter(journal, None, "s3://bucket", tmp_path / "control.sock", self.tree, live)
+        self.reporter = Reporter(
+            journal, SimpleNamespace(publish=True), "s3://bucket", tmp_path / "control.sock", self.tree, live
+        )
         self.handle = partial(self.reporter.handle, peer=control.Peer(0))
+
+    async def put(self, path: str, state: State, **fields) -> None:
+        """Journal an attempt."""
+        record = AttemptRecord(
+            attempt=path, path=path, run="run", generation=path, kind="directory", preset="", step=0, opened_at=0.0,
+            serial=9, state=state, **fields,
+        )  # fmt: skip
+        await self.journal.write(lambda txn: txn.attempts.put(path, record))
 
     async def close(self, path: bytes) -> str:
         self.closed.append(path)
@@ -200,6 +218,50 @@ async def test_there_is_no_wait_for_an_end_that_is_no_promise(answers):
     with pytest.raises(InvalidError):
         await answers.handle(control.WaitRequest("run/step-2", State.ABANDONED))
     assert await answers.handle(control.WaitRequest("run/step-2", State.STAGED)) == State.PUBLISHED
+
+
+async def test_a_wait_that_runs_out_says_what_is_waited_for(answers):
+    await answers.put("run/step-3", State.OPEN)
+    answers.open, answers.health = {"run/step-3": "the close signal"}, "timeout"
+    with pytest.raises(WaitTimeout, match="run/step-3/x is open and not published yet") as raised:
+        await answers.handle(control.WaitRequest("run/step-3/x", State.PUBLISHED, 0))
+    assert raised.value.hint == "waiting: the close signal; the store: timeout"
+
+
+async def test_a_flush_waits_for_saves_whose_close_signal_came(answers, autojump_clock):
+    """And names those that have none, with what they wait for."""
+    await answers.put("run/step-3", State.OPEN)
+    await answers.put("run/step-4", State.OPEN)
+    await answers.put("run/step-5", State.ABANDONED)
+    answers.open = {"run/step-3": "quiet after: x closed", "run/step-4": "the close signal"}
+    answers.closing = ["run/step-3"]
+    with pytest.raises(WaitTimeout, match="1 generations are not published yet") as raised:
+        await answers.handle(control.FlushRequest(0))
+    assert raised.value.hint == "run/step-3: waiting: quiet after: x closed"
+
+    async def publish() -> None:
+        await trio.sleep(5)
+        await answers.put("run/step-3", State.STAGED, closed_at=1.0)
+        answers.closing = []
+        await trio.sleep(5)
+        await answers.put("run/step-3", State.PUBLISHED, closed_at=1.0)
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(publish)
+        flushed = await answers.handle(control.FlushRequest(None))
+    assert flushed == Flushed(published=2, abandoned=1, open={"run/step-4": "the close signal"})
+
+
+async def test_a_flush_does_not_pass_over_what_is_fenced(answers):
+    """A closed save of a run that another daemon has taken over is not in the store, and nobody sends it."""
+    await answers.put("run/step-3", State.STAGED, closed_at=1.0)
+    await answers.journal.write(lambda txn: txn.runs.put("run", RunRecord(run="run", fenced_by="other")))
+    with pytest.raises(FencedError, match=r"1 closed saves stay in staging \(run/step-3\)") as raised:
+        await answers.handle(control.FlushRequest(None))
+    assert "restart this daemon" in raised.value.hint
+    with pytest.raises(FencedError) as raised:
+        await answers.handle(control.WaitRequest("run/step-3", State.PUBLISHED))
+    assert "restart this daemon" in raised.value.hint
 
 
 def test_a_file_of_a_forgotten_save_has_no_state(answers):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 import typer
@@ -14,12 +14,14 @@ from cachefs import control
 from cachefs.cli import show
 from cachefs.cli.show import AsJson
 from cachefs.config.load import given
-from cachefs.errors import InvalidError
+from cachefs.errors import InvalidError, WaitTimeout
 from cachefs.formats.names import to_text
 from cachefs.formats.records import State
-from cachefs.status import Status
+from cachefs.status import Flushed, Status
 
 Timeout = Annotated[float | None, typer.Option("--timeout", help="Seconds to wait at most.", show_default=False)]
+TELL = 5.0
+"""Seconds after which a wait says what it waits for."""
 REFRESH = 1.0
 """Seconds between two looks of `status --watch`."""
 
@@ -59,7 +61,7 @@ def wait(
     if state not in {one.value for one in State if one.rank >= 0}:
         raise InvalidError(f"unknown state {state!r}", hint="open, staged, flushed, sealed, tested or published")
     socket, inside = _inside(path)
-    reached = control.ask(socket, control.WaitRequest(inside, State(state), timeout))
+    reached = _patiently(socket, control.WaitRequest(inside, State(state), timeout))
     show.result({"path": inside, "state": reached}, f"{inside}: {reached}", as_json=as_json)
 
 
@@ -78,11 +80,24 @@ def flush(
     timeout: Timeout = None,
     as_json: AsJson = False,
 ) -> None:
-    """Return when everything that is closed is published."""
+    """Return when everything that is complete is published; say what stays open."""
     socket, _ = control.find(_mountpoint(mountpoint))
-    published = control.ask(socket, control.FlushRequest(timeout))
-    text = f"nothing is pending; {published} generations published"
-    show.result({"published": published}, text, as_json=as_json)
+    flushed = msgspec.convert(_patiently(socket, control.FlushRequest(timeout)), Flushed)
+    show.result(flushed, show.flushed(flushed), as_json=as_json)
+
+
+def _patiently(socket: Path, request: control.WaitRequest | control.FlushRequest) -> Any:
+    """Ask for something that may take long; after TELL seconds say once, on stderr, what it waits for."""
+    left = request.timeout
+    if left is None or left > TELL:
+        try:
+            return control.ask(socket, msgspec.structs.replace(request, timeout=TELL))
+        except control.DaemonError as error:
+            if error.exit_code != WaitTimeout.exit_code:
+                raise
+            show.warn(f"{error}: {error.hint}" if error.hint else str(error))
+        left = None if left is None else left - TELL
+    return control.ask(socket, msgspec.structs.replace(request, timeout=left))
 
 
 def _mountpoint(given_path: Path | None) -> Path:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import socket
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,7 +26,14 @@ from cachefs.restore.verify import verify as verify_manifest
 from cachefs.store.base import ObjectStore
 from cachefs.store.open import open_store
 
-RunArgument = Annotated[str, typer.Argument(help="The run: the directory path above the generations.")]
+
+def _run(name: str | None) -> str | None:
+    """A shell completes a run, which is a directory in the mount, with a slash."""
+    return (name.rstrip("/") or name) if name else name
+
+
+RunArgument = Annotated[str, typer.Argument(help="The run: the directory path above the generations.", callback=_run)]
+OneRun = Annotated[str | None, typer.Argument(help="One run; default: all runs.", show_default=False, callback=_run)]
 Generation = Annotated[
     str | None, typer.Option("--generation", "-g", help="Instead of the newest one.", show_default=False)
 ]
@@ -54,6 +62,7 @@ def given_store(config: Path | None, flags: dict[str, Any], workers: int = 8) ->
     return store, Keys(store.prefix)
 
 
+@contextmanager
 def reading(
     command: str,
     store: ObjectStore,
@@ -63,15 +72,25 @@ def reading(
     attempt: str | None = None,
     *,
     lease: bool = True,
-) -> AbstractContextManager[Held]:
-    """Return a context in which a command reads a generation; it warns the user when there can be no lease."""
+) -> Iterator[Held]:
+    """Return a context in which a command reads a generation; it warns the user when there can be no lease. To an error
+    that tells of damage it adds what else there is to read.
+    """
     holder = f"cachefs {command} on {socket.gethostname()}"
-    return leased(store, keys, run, generation, attempt, holder=holder, warn=show.warn, lease=lease)
+    with leased(store, keys, run, generation, attempt, holder=holder, warn=show.warn, lease=lease) as held:
+        try:
+            yield held
+        except CorruptError as error:
+            error.hint = error.hint or (
+                f"another generation may be whole (cachefs ls {run}): restore it with -g, or let cachefs rollback"
+                " publish it again"
+            )
+            raise
 
 
 @with_config(STORE_KEYS)
 def ls(
-    run: Annotated[str | None, typer.Argument(help="One run; default: all runs.", show_default=False)] = None,
+    run: OneRun = None,
     *,
     config: ConfigFile = None,
     as_json: AsJson = False,

@@ -18,7 +18,7 @@ from cachefs import gate
 from cachefs.cli import show
 from cachefs.cli.options import ConfigFile, settings, with_config
 from cachefs.cli.show import AsJson
-from cachefs.errors import CachefsError, ProbeError, StagingError
+from cachefs.errors import CachefsError, MountpointError, ProbeError, StagingError
 from cachefs.mount import kernel
 from cachefs.store.open import open_store
 from cachefs.store.probe import Outcome, probe
@@ -36,7 +36,7 @@ class Finding(msgspec.Struct, frozen=True):
 
 @with_config(("mountpoint", "store", "staging", "endpoint_url", "region"))
 def doctor(*, config: ConfigFile = None, as_json: AsJson = False, flags: dict[str, Any]) -> None:
-    """Check FUSE, the staging disk and the store (with the full probe), as far as the settings are given."""
+    """Check FUSE, and as far as they are given: mountpoint, staging disk, store (with the full probe)."""
     found = settings(config, flags)
     findings = list(_look(found))
     if as_json:
@@ -61,6 +61,8 @@ def _look(found: dict[str, Any]) -> Iterator[Finding]:
     yield _fuse()
     yield _data_path()
     yield _allow_other()
+    if "mountpoint" in found:
+        yield _mountpoint(found["mountpoint"])
     if "staging" in found:
         yield _staging(found["staging"])
     if "store" in found:
@@ -92,6 +94,23 @@ def _allow_other() -> Finding:
         allowed = False
     text = "user_allow_other is set" if allowed else "only this user sees the mount (user_allow_other is not set)"
     return Finding("other users", text)
+
+
+def _mountpoint(path: Path) -> Finding:
+    from cachefs.mount import session  # takes a while to import, and no other command needs it
+
+    if session.mounted_type(path) == session.TYPE and not session.is_stale(path):
+        pid = session.served_by(path)
+        return Finding("mountpoint", f"{path} is served by cachefs" + (f" (pid {pid})" if pid else ""))
+    try:
+        stale = session.check(path)
+    except MountpointError as error:
+        return Finding("mountpoint", str(error), error)
+    if stale:
+        text = f"the daemon that served {path} is gone"
+        hint = "start it again with the same arguments: it takes the dead mount away, and goes on"
+        return Finding("mountpoint", text, MountpointError(text, hint=hint))
+    return Finding("mountpoint", f"{path} is empty" if path.exists() else f"{path} is made at the start")
 
 
 def _staging(path: Path) -> Finding:

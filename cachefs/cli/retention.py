@@ -14,7 +14,7 @@ from rich.progress import Progress as Bar
 from rich.table import Table
 
 from cachefs.cli import show
-from cachefs.cli.bucket import RunArgument, Workers, given_store, reading
+from cachefs.cli.bucket import OneRun, RunArgument, Workers, given_store, reading
 from cachefs.cli.options import STORE_KEYS, ConfigFile, settings, with_config
 from cachefs.cli.show import AsJson
 from cachefs.errors import CachefsError, InvalidError, UnavailableError
@@ -53,7 +53,7 @@ class RunReport(msgspec.Struct, frozen=True):
 
 @with_config((*STORE_KEYS, *KEEP_KEYS))
 def gc(
-    run: Annotated[str | None, typer.Argument(help="One run; default: all runs.", show_default=False)] = None,
+    run: OneRun = None,
     *,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be deleted; change nothing.")] = False,
     execute: Annotated[bool, typer.Option("--run", help="Delete it.")] = False,

@@ -14,12 +14,14 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from cachefs.status import GenerationStatus, Status
+from cachefs.status import Flushed, GenerationStatus, Status
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 console = Console(soft_wrap=True, width=None if sys.stdout.isatty() else 500)
 """Where results go; a pipe or file gets long lines whole."""
 _progress = Console(stderr=True)
+_FIRST = 5
+"""How many of many paths are named."""
 _COLOURS = {"published": "green", "abandoned": "red", "fenced": "red", "open": "dim"}
 
 
@@ -98,6 +100,18 @@ def status(status: Status) -> RenderableType:
     for name, text in rows:
         row(head, name, text)
     return Group(head, "", generations(status.generations)) if status.generations else head
+
+
+def flushed(done: Flushed) -> str:
+    """Say what a flush has found: nothing that is pending, but perhaps saves that are not complete."""
+    text = f"nothing is pending; {done.published} generations published"
+    if done.abandoned:
+        text += f", {done.abandoned} abandoned"
+    if done.open:
+        lines = [f"  {path}, waiting: {waiting}" for path, waiting in list(done.open.items())[:_FIRST]]
+        more = [f"  and {len(done.open) - _FIRST} more"] if len(done.open) > _FIRST else []
+        text = "\n".join([f"{text}; {len(done.open)} not complete, so not published:", *lines, *more])
+    return text
 
 
 def generations(known: tuple[GenerationStatus, ...]) -> Table:

@@ -15,7 +15,7 @@ from typing import Any, Final, Literal, get_args, get_origin
 import msgspec
 
 from cachefs.config.schema import ENV_PREFIX, KEYS, Config, Key
-from cachefs.config.values import absolute, address, check_endpoint, check_run, location, quantity
+from cachefs.config.values import absolute, address, check_bounds, check_endpoint, check_run, location, quantity
 from cachefs.errors import InvalidError
 from cachefs.members import canonical, check_members, check_name, resolve
 
@@ -129,6 +129,8 @@ def _checked(key: Key, raw: object, base: Path) -> Any:
         raw = [name.strip() for name in raw.split(",") if name.strip()]
     if get_origin(kind) is Literal and raw not in get_args(kind):
         raise InvalidError(f"must be one of {', '.join(get_args(kind))}")
+    if key.unit and isinstance(raw, int | float) and not isinstance(raw, bool):
+        check_bounds(raw, key.unit, key.type.__metadata__[0])
     value = msgspec.convert(raw, key.type, strict=not isinstance(raw, str))
     if isinstance(value, float) and not math.isfinite(value):
         raise InvalidError("must be a finite number")

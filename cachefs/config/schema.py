@@ -13,7 +13,7 @@ from typing import Annotated, Any, Final, Literal, get_args, get_origin, get_typ
 import msgspec
 from msgspec import Meta
 
-from cachefs.config.values import GIB, MIB, Location, address, location
+from cachefs.config.values import GIB, MIB, Location, address, location, with_unit
 from cachefs.members import Members, Owner, read_back
 
 ENV_PREFIX: Final = "CACHEFS_"
@@ -58,9 +58,12 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         ),
     ] = "auto"
     publish: Annotated[bool, _text("flush, seal, test and publish; `false` keeps everything local")] = True
-    presets: Annotated[tuple[str, ...], Meta(description="names of the generation presets in use", min_length=1)] = (
-        "auto",
-    )
+    presets: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="generation presets in use: names with commas between them, in a file also a list", min_length=1
+        ),
+    ] = ("auto",)
     preset: Annotated[
         tuple[dict[str, Any], ...], _text("your own presets, one `[[preset]]` table each", file_only=True)
     ] = ()
@@ -178,10 +181,8 @@ def _bare(kind: Any) -> Any:
 def _default(value: object, unit: str) -> str:
     if value is None or value == ():
         return ""
-    if unit == "bytes" and isinstance(value, int):
-        return f"`{value // GIB}GiB`" if value % GIB == 0 else f"`{value // MIB}MiB`"
-    if unit == "seconds":
-        return f"`{value:g}s`"
+    if unit and isinstance(value, int | float):
+        return f"`{with_unit(value, unit)}`"
     if isinstance(value, tuple):
         return f"`{', '.join(value)}`"
     return f"`{str(value).lower() if isinstance(value, bool) else value}`"

@@ -40,6 +40,22 @@ def quantity(text: str, unit: str) -> float:
     return round(amount) if unit == "bytes" else amount
 
 
+def with_unit(amount: float, unit: str) -> str:
+    """Return bytes in whole MiB or GiB, or seconds, as one would write them."""
+    if unit == "bytes":
+        return f"{amount // GIB:g}GiB" if amount % GIB == 0 else f"{amount // MIB:g}MiB"
+    return f"{amount:g}s"
+
+
+def check_bounds(amount: float, unit: str, bounds: msgspec.Meta) -> None:
+    """Refuse an amount outside its bounds, and name them with units."""
+    least, most = bounds.ge or 0, bounds.le
+    if not amount >= least:
+        raise InvalidError(f"must be at least {with_unit(least, unit)}")
+    if most is not None and amount > most:
+        raise InvalidError(f"must be at most {with_unit(most, unit)}")
+
+
 def absolute(raw: str | Path, base: Path) -> Path:
     """Return a directory as an absolute path; a relative one is relative to `base`, `~` is the user's home."""
     text = os.path.expanduser(raw)

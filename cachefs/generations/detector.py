@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from cachefs.errors import CorruptError, InvalidError, UnreadableError
+from cachefs.formats.names import to_text
 from cachefs.generations import signals
 from cachefs.generations.actions import (
     Action,
@@ -29,7 +30,7 @@ from cachefs.generations.actions import (
 from cachefs.generations.ledger import Ledger
 from cachefs.generations.placement import Placement, Placer
 from cachefs.generations.saves import AGAIN, Closed, Save, Seen, inside, moved
-from cachefs.generations.verdict import SINGLE_FILE, file_signal, judge
+from cachefs.generations.verdict import SINGLE_FILE, file_signal, has_bytes, judge, waits_for
 from cachefs.staging.changes import Change, Kind
 
 
@@ -85,27 +86,48 @@ class Detector(Ledger):
 
     def open_saves(self) -> dict[bytes, str]:
         """Return the open saves and what each waits for, in words."""
-        return {path: save.waiting for path, save in self._saves.items()}
+        return {path: waits_for(save) for path, save in self._saves.items()}
 
-    def close_now(self, path: bytes, now: float, view: View, why: str = "closed by hand") -> list[Action]:
+    def closing(self) -> list[bytes]:
+        """Return the open saves that go on by themselves: the close signal came, and they wait for a time or for files
+        that are still open; or a file could not be read, and is looked at again.
+        """
+        return [path for path, save in self._saves.items() if save.wake is not None or save.unread]
+
+    def close_now(self, path: bytes, now: float, view: View) -> list[Action]:
         """Close a generation by hand, whatever its preset still waits for; open files are waited for all the same.
 
         A closed generation, or a directory that no preset knows, is closed as a new save. Raises InvalidError when the
-        path is empty, lies inside another generation or around one.
+        path is empty, lies inside another generation or around one, and when there is not a single byte to publish:
+        none of other members either, and nobody is writing one.
         """
-        if path not in self._saves:
-            closed = self._closed.get(path)
-            placement = closed.placement if closed else self._placer.any(path, is_file=view.source(path) is not None)
-            if not path or placement.path != path or self._known(path) not in (None, path):
-                raise InvalidError("not a generation: it lies inside another one")
-            if closed is None and not self._make_room(placement):
-                raise InvalidError("not a generation: it holds others")
+        save = self._saves.get(path)
+        placement = save.placement if save else self._placed_by_hand(path, view)
+        if self._alone and not has_bytes(path, view) and not [*self._files.below(path), *view.written(path)]:
+            raise InvalidError(f"{to_text(path)} holds no bytes", hint="close it when its files are written")
+        if save is None:
+            if path not in self._closed and not self._make_room(placement):
+                hint = "close one of those (cachefs status lists them)"
+                raise InvalidError(f"{to_text(path)} is not a generation: it holds others", hint=hint)
             self._open(placement, now).written.update(view.names(path))
+        return self.close_as(path, now, view, "closed by hand")
+
+    def unchanged(self, path: bytes, view: View) -> bool:
+        """Return whether a generation is closed and certainly holds what was closed: to close it again says nothing."""
+        closed = self._closed.get(path)
+        return closed is not None and closed.seen and closed.names == _names(closed.placement, view)
+
+    def close_as(self, path: bytes, now: float, view: View, why: str) -> list[Action]:
+        """Close an open save whatever its preset still waits for; `why` says in words who closes it."""
         self._saves[path].by_hand = now
         self._saves[path].why = why
         self._saves[path].stale = False
         self._dirty.add(path)
         return self._settle(now, view)
+
+    def least_recent(self) -> float | None:
+        """Return when the open save changed last that has not changed for the longest time; None without any."""
+        return min((save.changed for save in self._saves.values()), default=None)
 
     def changed_at(self, path: bytes) -> float:
         """Return when an open save changed last."""
@@ -124,7 +146,7 @@ class Detector(Ledger):
         for resumed in saves:
             placement = self._placer.any(resumed.path, is_file=view.source(resumed.path) is not None)
             if resumed.closed:
-                self._remember(placement, view)
+                self._closed[placement.path] = Closed(placement, _names(placement, view), seen=False)
                 continue
             names = view.names(resumed.path) if placement.kind == "directory" else [placement.relative(resumed.path)]
             old = {path for path, baseline in resumed.baselines.items() if baseline and view.identity(path) == baseline}
@@ -280,7 +302,7 @@ class Detector(Ledger):
             closed = self._closed.pop(root)
             placement = self._root_at(moved(root, old, path), closed.placement)
             if placement is not None:
-                closed.placement = placement
+                closed.placement, closed.seen = placement, False
                 self._closed[placement.path] = closed
         for root in [root for root in self._saves if inside(root, old)]:
             save = self._saves.pop(root)
@@ -367,11 +389,13 @@ class Detector(Ledger):
             del self._saves[path]
             self._out.append(action)
             if isinstance(action, CloseSave):
-                self._remember(save.placement, view)
+                self._closed[path] = Closed(save.placement, _names(save.placement, view), seen=True)
         self._dirty.clear()
         out, self._out = self._out, []
         return out
 
-    def _remember(self, placement: Placement, view: View) -> None:
-        names = view.names(placement.path) if placement.kind == "directory" else [placement.relative(placement.path)]
-        self._closed[placement.path] = Closed(placement, frozenset(names))
+
+def _names(placement: Placement, view: View) -> frozenset[bytes]:
+    return frozenset(
+        view.names(placement.path) if placement.kind == "directory" else [placement.relative(placement.path)]
+    )

@@ -31,7 +31,7 @@ from cachefs.generations.actions import (
 from cachefs.generations.closing import ClosedSet, Closer
 from cachefs.generations.early import EarlyUploads
 from cachefs.generations.placement import Placement
-from cachefs.generations.signals import marker_paths
+from cachefs.generations.signals import by_name, marker_paths
 from cachefs.generations.tracked import Hints, Tracked, each
 from cachefs.generations.view import TreeView
 from cachefs.journal import Journal
@@ -137,7 +137,7 @@ class Effects:
             run=placement.run,
             generation=placement.generation,
             kind=placement.kind,
-            preset=placement.candidates[0].name if placement.candidates else "",
+            preset=by_name(placement),
             step=-1 if placement.step is None else placement.step,
             opened_at=clock.now(),
             serial=0,

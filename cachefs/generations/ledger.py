@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from cachefs.errors import CorruptError, UnreadableError
+from cachefs.errors import CorruptError, InvalidError, UnreadableError
+from cachefs.formats.names import to_text
 from cachefs.generations import signals
 from cachefs.generations.actions import Action, CancelSave, Incomplete, Loose, OpenSave, View
 from cachefs.generations.placement import Placement, Placer, parent
@@ -51,6 +52,19 @@ class Ledger:
         named = self._placer.place(path, is_dir=True)
         placement = named or self._placer.directory(path)
         return placement if placement and placement.path == path else None
+
+    def _placed_by_hand(self, path: bytes, view: View) -> Placement:
+        """Return the placement of a path that somebody says is a generation. Raises InvalidError for one inside another
+        generation, and for the mount itself.
+        """
+        closed, known = self._closed.get(path), self._known(path)
+        placement = closed.placement if closed else self._placer.any(path, is_file=view.source(path) is not None)
+        if not path or placement.path != path or known not in (None, path):
+            raise InvalidError(
+                f"{to_text(path)} is not a generation: it lies inside another one",
+                hint=f"close {to_text(known or placement.path)}",
+            )
+        return placement
 
     def _touch(self, path: bytes, kind: Kind, now: float) -> Save | None:
         """A path changed: return the save it belongs to, opening one if this is its first change; None outside."""

@@ -90,6 +90,10 @@ class Seen(msgspec.Struct, frozen=True):
     at: float
 
 
+NO_SIGNAL = "the close signal"
+"""What a save waits for as long as nothing says that it is complete."""
+
+
 @dataclass(slots=True)
 class Save:
     """One open save. `written` are the names changed in it, relative; `seen` the signals that fired, by preset.
@@ -99,7 +103,8 @@ class Save:
     are looked at again.
 
     `stale` marks a save of a process that is gone: the next change starts another. `wake` is when to look again,
-    `waiting` says what it waits for, `held` since when open files alone hold it back.
+    `waiting` says what it waits for, `held` since when open files alone hold it back. `known` says whether a preset
+    knows its files; None: to be looked at.
     """
 
     placement: Placement
@@ -113,11 +118,13 @@ class Save:
     wake: float | None = None
     unread: dict[bytes, float] = field(default_factory=dict)
     held: float | None = None
-    waiting: str = "the close signal"
+    known: bool | None = None
+    waiting: str = NO_SIGNAL
 
     def wrote(self, name: bytes, now: float) -> None:
         """A file was created, changed or brought here."""
         self.written.add(name)
+        self.known = self.known or None
         self.changed = now
 
     def dropped(self, name: bytes, now: float) -> None:
@@ -128,6 +135,7 @@ class Save:
         else:
             self.written = {path for path in self.written if not inside(path, name)}
             self.renamed = {path for path in self.renamed if not inside(path, name)}
+        self.known = None
         self.changed = now
 
     def unmark(self, marker: bytes) -> None:
@@ -139,6 +147,7 @@ class Save:
     def move(self, placement: Placement) -> None:
         """The root has a new name."""
         old, self.placement = self.placement.path, placement
+        self.known = None
         for preset, seen in self.seen.items():
             if inside(seen.marker, old):
                 self.seen[preset] = msgspec.structs.replace(seen, marker=moved(seen.marker, old, placement.path))
@@ -150,8 +159,11 @@ AGAIN = 1.0
 
 @dataclass(slots=True)
 class Closed:
-    """A closed save: the names it consisted of, and those that came later (addenda)."""
+    """A closed save: the names it consisted of, and those that came later (addenda). `seen` says that it was closed
+    here and stands where it stood then: only of such a one the names are known to be those that were closed.
+    """
 
     placement: Placement
     names: frozenset[bytes]
+    seen: bool
     late: set[bytes] = field(default_factory=set)

@@ -30,6 +30,11 @@ def applicable(save: Save) -> list[Preset]:
     return out
 
 
+def by_name(placement: Placement) -> str:
+    """Return the first preset that needs no evidence but the name; "" while files have to tell which one it is."""
+    return next((preset.name for preset in placement.candidates if not preset.evidence), "")
+
+
 def inner_signal(preset: Preset, name: bytes, *, renamed: bool) -> str | None:
     """Return the signal, in words, that a finished file in the generation is for a preset."""
     for signal in preset.close:

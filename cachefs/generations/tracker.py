@@ -100,10 +100,6 @@ class Tracker:
             return self.early.drop(shard)
         return None
 
-    def is_closing(self) -> bool:
-        """Return whether a save is being pinned: the detector let go of it, and the journal does not have it yet."""
-        return bool(self._effects.closing)
-
     async def _wait_for_close(self, closing: trio.Event, change: Change) -> None:
         await closing.wait()
         again = self.before(change)
@@ -160,14 +156,17 @@ class Tracker:
 
     async def close_now(self, path: bytes, *, wait: bool = True) -> str:
         """Close a generation by hand; return its attempt id once it is closed, or without `wait` once that is begun:
-        files that are open for writing are waited for.
+        files that are open for writing are waited for. One that is closed and has not changed since keeps its attempt,
+        unless that was abandoned.
 
-        Raises NotFoundError when nothing is there, InvalidError when the path is no generation, CachefsError when the
-        save ended otherwise.
+        Raises NotFoundError when nothing is there, InvalidError when the path is no generation or holds no bytes,
+        CachefsError when the save ended otherwise.
         """
         self._check_there(path)
         while (closing := self._effects.closing_around(path)) is not None and closing.closing is not None:
             await closing.closing.wait()
+        if attempt := self._closed_already(path):
+            return attempt
         waiting = self._effects.carry_out(self._detector.close_now(path, clock.monotonic(), self._view))
         self._wake()
         save = self._effects.saves.get(path) or self._effects.closing.get(path)
@@ -179,6 +178,16 @@ class Tracker:
         if wait:
             await self._wait_closed(path, save.attempt)
         return save.attempt
+
+    def _closed_already(self, path: bytes) -> str:
+        """Return the attempt of a generation that is closed and unchanged; "" when it is to be closed."""
+        if not self._detector.unchanged(path, self._view):
+            return ""
+        with self._journal.read() as txn:
+            ours = [a for a in txn.attempts.scan() if a.path == to_text(path) and not a.foreign]
+        newest = max(ours, key=lambda attempt: attempt.serial, default=None)
+        alive = newest is not None and newest.closed_at is not None and newest.state is not State.ABANDONED
+        return newest.attempt if newest is not None and alive else ""
 
     async def close_from(self, close: CloseFrom) -> None:
         """Close a save because another member saw the close signal. Nothing happens when it is closed already, or must
@@ -195,7 +204,7 @@ class Tracker:
             reason = f"{close.by}; files of it were written again"
             await self._effects.end(path, reason)
         elif now - self._detector.changed_at(path) >= close.quiet:
-            waiting = self._effects.carry_out(self._detector.close_now(path, now, self._view, close.by))
+            waiting = self._effects.carry_out(self._detector.close_as(path, now, self._view, close.by))
             self._wake()
             if waiting is not None:
                 await waiting
@@ -240,6 +249,15 @@ class Tracker:
     def open_saves(self) -> dict[str, str]:
         """Return the open saves by path, and what each waits for."""
         return {to_text(path): waits for path, waits in self._detector.open_saves().items()}
+
+    def closing(self) -> list[str]:
+        """Return the paths of open saves whose close signal came, and of those that are being pinned."""
+        return [to_text(path) for path in {*self._detector.closing(), *self._effects.closing}]
+
+    def longest_idle(self) -> float:
+        """Return for how many seconds the open save has not changed that has not for the longest time; 0 for none."""
+        since = self._detector.least_recent()
+        return 0.0 if since is None else max(0.0, clock.monotonic() - since)
 
     async def resume(self) -> None:
         """Take up the saves of an earlier process: abandon what a power cut may have torn, drop pins that nobody knows,

@@ -10,12 +10,17 @@ from cachefs.generations import signals
 from cachefs.generations.actions import AbandonSave, CloseSave, View
 from cachefs.generations.completeness import check_file, check_zip, is_zip
 from cachefs.generations.presets import Preset, Signal
-from cachefs.generations.saves import AGAIN, Save, Seen
+from cachefs.generations.saves import AGAIN, NO_SIGNAL, Save, Seen
 
 LEGACY = "last writer closed, then quiet"
 """The signal of a single file whose format has no end mark."""
 SINGLE_FILE = "file"
 """Under which name `Save.seen` holds the signal of a single file."""
+UNKNOWN = (
+    "no preset in use knows these files yet: if the save is complete, close it (cachefs close), or add `plain` to the"
+    " presets"
+)
+"""What a save waits for whose directory has a name that presets know, but no file that one of them proves itself by."""
 MANUAL = Preset(name="manual", pattern=".*", close=(Signal("quiet"),), strength="D")
 """The preset of a generation that was closed by hand while no other preset applied to it."""
 
@@ -67,6 +72,17 @@ def judge(
     return None
 
 
+def waits_for(save: Save) -> str:
+    """Return in words what an open save waits for, and whether it waits in vain. Looks at the files only if they have
+    changed: it is asked all the time.
+    """
+    if save.waiting != NO_SIGNAL or not save.written or save.placement.kind == "file":
+        return save.waiting
+    if save.known is None:
+        save.known = bool(signals.applicable(save))
+    return save.waiting if save.known else UNKNOWN
+
+
 def file_signal(path: bytes, view: View, *, renamed: bool) -> str | None:
     """Return the signal of a single file that nobody writes any more; None when it is not there.
 
@@ -85,6 +101,12 @@ def file_signal(path: bytes, view: View, *, renamed: bool) -> str | None:
     if known is None:
         return LEGACY
     return f"{'renamed into place' if renamed else 'last writer closed'}, {known} complete"
+
+
+def has_bytes(path: bytes, view: View) -> bool:
+    """Return whether a file, or one below a directory, is not empty."""
+    files = (view.source(one) for one in (path, *(path + b"/" + name for name in view.names(path))))
+    return any(source.size for source in files if source is not None)
 
 
 def _signalled(save: Save) -> list[tuple[Preset, Seen]]:
@@ -107,5 +129,5 @@ def _signalled(save: Save) -> list[tuple[Preset, Seen]]:
     applicable = signals.applicable(save) if save.seen else []
     out = [(preset, save.seen[preset.name]) for preset in applicable if preset.name in save.seen]
     if not out:
-        save.waiting = "the close signal"
+        save.waiting = NO_SIGNAL
     return out

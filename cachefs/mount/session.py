@@ -56,26 +56,57 @@ def prepare(mountpoint: Path) -> None:
 
     Raises MountpointError for a path that is in use, not empty or not a directory.
     """
-    kind = mounted_type(mountpoint)
-    if kind is not None:
-        if kind != TYPE or not is_stale(mountpoint):
-            raise MountpointError(
-                f"{mountpoint} is already a mountpoint ({kind})",
-                hint=f"unmount it first (fusermount3 -u {mountpoint}), or choose another directory",
-            )
+    if check(mountpoint):
         unmount(mountpoint)
+        check(mountpoint)
     try:
-        if not mountpoint.is_dir():
-            mountpoint.mkdir(parents=True)
-        left = os.listdir(os.fsencode(mountpoint))
+        mountpoint.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        reason = "it is not a directory" if isinstance(error, FileExistsError) else error.strerror
-        raise MountpointError(f"{mountpoint} cannot be used as mountpoint: {reason}") from error
+        raise _unusable(mountpoint, error) from error
+
+
+def check(mountpoint: Path) -> bool:
+    """Look at a mountpoint without changing anything; return whether a killed cachefs has left its mount there. A path
+    that does not exist is fine.
+
+    Raises MountpointError for a path that is in use, not empty or not a directory.
+    """
+    kind = mounted_type(mountpoint)
+    if kind == TYPE and is_stale(mountpoint):
+        return True
+    if kind is not None:
+        raise MountpointError(
+            f"{mountpoint} is already a mountpoint ({kind})",
+            hint=f"unmount it first (fusermount3 -u {mountpoint}), or choose another directory",
+        )
+    try:
+        left = os.listdir(os.fsencode(mountpoint))
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        raise _unusable(mountpoint, error) from error
     if left:
         raise MountpointError(
             f"{mountpoint} is not empty ({to_text(left[0])}, ...): a mount would hide what is in it",
-            hint="choose an empty or new directory",
+            hint="was it written while nothing was mounted? Move it away, mount, and copy it into the mount;"
+            " or choose an empty or new directory",
         )
+    return False
+
+
+def _unusable(mountpoint: Path, error: OSError) -> MountpointError:
+    wrong_kind = isinstance(error, FileExistsError | NotADirectoryError)
+    reason = "it is not a directory" if wrong_kind else error.strerror
+    return MountpointError(f"{mountpoint} cannot be used as mountpoint: {reason}", hint="choose an empty directory")
+
+
+def served_by(mountpoint: Path) -> int | None:
+    """Return the process id of the daemon that serves a cachefs mount, None when it cannot be found out."""
+    try:
+        socket = os.fsdecode(os.getxattr(mountpoint, "user.cachefs.socket"))
+        return int((Path(socket).parent / "lock").read_text())
+    except (OSError, ValueError):
+        return None
 
 
 def is_stale(mountpoint: Path) -> bool:

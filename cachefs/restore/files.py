@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from cachefs import clock
-from cachefs.errors import CachefsError, CorruptError, InvalidError
+from cachefs.errors import CachefsError, CorruptError, DeniedError, InvalidError
 from cachefs.formats.manifest import Manifest, Shard
 from cachefs.restore.layout import Layout, check_manifest
 from cachefs.restore.pool import run_all
@@ -54,8 +54,8 @@ def restore(
 
     An existing target is refused (InvalidError), or moved aside and deleted after the new one is in place with
     `replace`; trackers are replaced, and a directory of a tracker's name is refused. On any error nothing is left but
-    what was there. Raises CorruptError that names the shard, CachefsError for local failures (disk full), and the
-    store's errors.
+    what was there. Raises CorruptError that names the shard, DeniedError where this user may not write, CachefsError
+    for other local failures (disk full), and the store's errors.
     """
     layout = check_manifest(manifest)
     target = directory / os.fsdecode(layout.root)
@@ -79,7 +79,10 @@ def restore(
         finally:
             remove_tree(temp)
     except OSError as error:
-        raise CachefsError(f"cannot restore to {target}: {error.strerror}: {error.filename or directory}") from error
+        text = f"cannot restore to {target}: {error.strerror}: {error.filename or directory}"
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise DeniedError(text, hint="restore to a directory that this user may write to") from error
+        raise CachefsError(text) from error
     names = tuple(tracker.path for _, tracker in layout.trackers)
     return Restored(target, len(manifest.shards), manifest.size, names, tuple(sorted(writer.skipped)))
 

@@ -26,10 +26,13 @@ def test_hf_trainer():
     path = hf(world)
     world.wait(1000)
     assert not world.closes
+    assert world.detector.closing() == []
     world.put(f"{path}/trainer_state.json", b"{}")
+    assert world.detector.closing() == [path.encode()], "it must only be quiet"
     rank1 = world.create(f"{path}/rng_state_1.pth", ZIP)
     world.wait(60)
     assert not world.closes
+    assert world.detector.closing() == [path.encode()], "a file is still open"
     rank1.close()
     world.put(f"{path}/adapter/adapter_model.safetensors", TENSORS)
     world.wait(29)
@@ -47,6 +50,7 @@ def test_hf_trainer_index_of_a_missing_shard():
     world.wait(1000)
     assert not world.closes
     assert "model-00001-of-00002.safetensors" in world.detector.open_saves()[path.encode()]
+    assert world.detector.closing() == [], "time alone does not bring the shard"
     world.put(f"{path}/model-00001-of-00002.safetensors", TENSORS)
     world.wait(31)
     assert not world.closes, "one of two files of a counted set"

@@ -6,7 +6,7 @@ from cachefs.generations.catalog import select
 from cachefs.generations.presets import from_config
 from cachefs.staging.changes import Change, Kind
 
-from .world import ZIP, World, dcp_save
+from .world import TENSORS, ZIP, World, dcp_save
 
 
 def test_plain_loop_in_place():
@@ -37,6 +37,35 @@ def test_plain_directory_with_a_torn_file_stays_open():
     world.put("r/step-20/model.pt", ZIP)
     world.wait(1000)
     assert not world.closes
+
+
+def test_files_that_no_preset_in_use_knows_are_said_to_be_unknown():
+    """The name is one of several presets, the files of none: without a word the save would stay open for ever."""
+    world = World()
+    world.put("r/step_10/model.safetensors", TENSORS)
+    said = world.detector.open_saves()[b"r/step_10"]
+    assert said.startswith("no preset in use knows these files")
+    assert "cachefs close" in said
+    assert "add `plain`" in said
+    world.put("r/step_10/recipe_state.pt", ZIP)  # torchtune
+    assert "torchtune" in world.detector.open_saves()[b"r/step_10"]
+    world.unlink("r/step_10/recipe_state.pt")
+    assert world.detector.open_saves()[b"r/step_10"].startswith("no preset in use knows these files")
+    known = World(select(["auto", "plain"]))
+    known.put("r/step_10/model.safetensors", TENSORS)
+    assert known.detector.open_saves()[b"r/step_10"] == "the close signal"
+
+
+def test_how_long_an_open_save_was_left_alone():
+    world = World()
+    assert world.detector.least_recent() is None
+    world.put("r/step-1/__0_0.distcp")
+    world.wait(50)
+    world.put("r/step-2/__0_0.distcp")
+    world.wait(50)
+    assert world.detector.least_recent() == world.now - 100
+    dcp_save(world, "r/step-1")
+    assert world.detector.least_recent() == world.now - 50
 
 
 def test_own_quiet_preset():

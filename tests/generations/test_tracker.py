@@ -643,14 +643,60 @@ async def test_a_close_by_hand_says_why_the_save_was_abandoned(mount):
             await mount.rename("run/step-5", "run/elsewhere")
 
 
-async def test_two_closes_by_hand_at_once_follow_one_another(mount):
+async def test_two_closes_by_hand_at_once_are_one(mount):
     (mount.staging.tree / "some").mkdir()
     (mount.staging.tree / "some/file").write_bytes(b"x")
+    found = []
+
+    async def close():
+        found.append(await mount.tracker.close_now(b"some"))
+
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(mount.tracker.close_now, b"some")
-        nursery.start_soon(mount.tracker.close_now, b"some")
-    assert len(mount.attempts()) == 2
-    assert all(attempt.closed_at is not None for attempt in mount.attempts())
+        nursery.start_soon(close)
+        nursery.start_soon(close)
+    (attempt,) = mount.attempts()
+    assert attempt.closed_at is not None
+    assert found == [attempt.attempt] * 2
+
+
+async def test_closed_by_hand_again_a_save_keeps_its_attempt_until_something_changes(mount):
+    """A file more, a file less, or an attempt that was abandoned: that is a new save. So is a directory that has moved
+    since, or that another process has closed: what is in it may be something else.
+    """
+    await mount.write("some/one", b"x")
+    await mount.write("some/two", b"x")
+
+    async def again() -> bool:
+        before = len(mount.attempts())
+        attempt = await mount.tracker.close_now(b"some")
+        assert mount.attempts()[-1].attempt == attempt
+        return len(mount.attempts()) == before
+
+    assert not await again()
+    assert await again()
+    await mount.write("some/three", b"x")
+    assert not await again()
+    assert await again()
+    await mount.remove("some/one")
+    assert not await again()
+    assert await again()
+    newest = mount.attempts()[-1].attempt
+    await mount.journal.write(lambda txn: txn.update_attempt(newest, state=State.ABANDONED))
+    assert not await again()
+    assert await again()
+    await mount.write("other/one", b"y")
+    await mount.write("other/two", b"y")
+    await mount.write("other/three", b"y")
+    await mount.remove("other/one")
+    await mount.tracker.close_now(b"other")
+    await mount.rename("some", "old")
+    await mount.rename("other", "some")
+    assert not await again()
+    mount.die()
+    mount.start()
+    await mount.tracker.resume()
+    assert not await again()
+    assert await again()
 
 
 async def test_a_path_through_a_link_is_not_closed(mount):

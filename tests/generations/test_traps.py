@@ -357,6 +357,25 @@ def test_close_by_hand_refuses_what_is_no_generation(path):
         world.detector.close_now(path, world.now, world)
 
 
+@pytest.mark.parametrize("path", ["r/model.pt", "r/some"])
+def test_close_by_hand_refuses_what_holds_no_bytes(path):
+    """Nothing is published of it; a file that somebody writes may yet get some, and so may another member's."""
+    world = World()
+    world.put("r/model.pt", b"")
+    world.put("r/some/config", b"")
+    with pytest.raises(InvalidError, match=f"{path} holds no bytes"):
+        world.detector.close_now(path.encode(), world.now, world)
+    assert not world.closes
+    handle = world.create("r/some/weights", b"")
+    world._check(world.detector.close_now(b"r/some", world.now, world))
+    handle.write(b"x").close()
+    assert world.closes == [("r/some", "manual", None)]
+    others = World(alone=False)
+    others.put("r/some/config", b"")
+    others._check(others.detector.close_now(b"r/some", others.now, others))
+    assert others.closes == [("r/some", "manual", None)]
+
+
 def test_torn_file_closed_by_hand():
     world = World()
     world.put("r/model.pt", ZIP[:40])

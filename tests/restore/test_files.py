@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from cachefs.errors import CachefsError, CorruptError, InvalidError, StoreError
+from cachefs.errors import CachefsError, CorruptError, DeniedError, InvalidError, StoreError
 from cachefs.formats.manifest import Directory, Manifest, Symlink, Tracker
 from cachefs.formats.names import to_text
 from cachefs.restore.files import restore
@@ -33,6 +34,23 @@ def tree(root: Path) -> dict[str, bytes | str | None]:
         else:
             found[name] = None if path.is_dir() else path.read_bytes()
     return found
+
+
+@pytest.mark.parametrize(
+    ("number", "error"),
+    [(errno.EACCES, DeniedError), (errno.EPERM, DeniedError), (errno.EROFS, DeniedError), (errno.EIO, CachefsError)],
+)
+def test_where_this_user_may_not_write_is_told_from_a_failing_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, error: type[CachefsError]
+) -> None:
+    def refused(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(Path, "mkdir", refused)
+    store = memory()
+    with pytest.raises(CachefsError, match="cannot restore to") as raised:
+        restore(store, manifest(store, FILES), tmp_path / "out")
+    assert type(raised.value) is error
 
 
 @pytest.mark.parametrize("workers", [1, 4])
