@@ -142,6 +142,7 @@ class Effects:
             opened_at=clock.now(),
             serial=0,
             baselines=baselines,
+            rewritten=save.rewritten,
             boot=self._boot,
         )
         try:
@@ -171,7 +172,7 @@ class Effects:
             return each(
                 [self.end_attempt(save.attempt, f"renamed to {placement.generation}"), self._journal_open(moved)]
             )
-        save.placement = placement
+        save.move(placement)
         self.saves[placement.path] = save
         return self._journal_open(save)
 
@@ -183,6 +184,8 @@ class Effects:
 
     async def written_again(self, save: Tracked) -> None:
         """Record that an open save was written again. Raises StagingError; the record is then owed."""
+        if save.placement.temporary and not save.journaled.is_set():
+            return  # its record begins when it gets its name, and who would give it one may be the writer that waits
         await save.journaled.wait()
         try:
             await self._journal.write(lambda txn: attempts.written_again(txn, save.attempt))

@@ -8,6 +8,7 @@ import msgspec
 import trio
 
 from cachefs.generations.placement import Placement
+from cachefs.generations.saves import moved
 from cachefs.staging.changes import Change, Kind
 
 
@@ -43,6 +44,18 @@ class Tracked:
         self.lost = False
         self.finished: set[bytes] = set()
         self.rewritten = False
+
+    def move(self, placement: Placement) -> None:
+        """Take the name that the save has now.
+
+        A directory is renamed into place once, by who has written all of it: how often its files were written under the
+        temporary name (Orbax writes `_CHECKPOINT_METADATA` three times) makes no second save of it. What is written
+        again under the new name does.
+        """
+        old, self.placement = self.placement, placement
+        self.finished = {moved(path, old.path, placement.path) for path in self.finished}
+        if old.temporary and not placement.temporary:
+            self.rewritten = False
 
     def note(self, change: Change) -> None:
         """Take in a change of a file of the save."""

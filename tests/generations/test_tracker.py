@@ -653,6 +653,48 @@ async def test_two_closes_by_hand_at_once_follow_one_another(mount):
     assert all(attempt.closed_at is not None for attempt in mount.attempts())
 
 
+@pytest.mark.parametrize(
+    ("temporary", "final", "file"),
+    [
+        ("run/7.orbax-checkpoint-tmp", "run/7", "_CHECKPOINT_METADATA"),
+        ("run/tmp-checkpoint-8", "run/checkpoint-8", "trainer_state.json"),
+    ],
+)
+async def test_a_file_written_several_times_in_a_temporary_directory_is_one_save(mount, temporary, final, file):
+    """Nobody waits for the name that the same program will give it; and the rename proves one save."""
+    with trio.fail_after(30):
+        for text in (b"{}", b"once more", b"last"):
+            await mount.write(f"{temporary}/{file}", text)
+        assert mount.attempts() == []
+        await mount.rename(temporary, final)
+    (attempt,) = mount.attempts()
+    assert attempt.closed_at is not None
+    assert not attempt.rewritten
+    assert mount.pinned(attempt) == {file: b"last"}
+
+
+async def test_what_is_written_again_after_the_rename_may_be_the_next_save(mount):
+    """The rename closes nothing here: the guard of the preset is not in the directory yet."""
+    await mount.write("run/tmp-checkpoint-8/model.safetensors", b"one")
+    await mount.rename("run/tmp-checkpoint-8", "run/checkpoint-8")
+    (attempt,) = mount.attempts()
+    assert (attempt.closed_at, attempt.rewritten) == (None, False)
+    await mount.write("run/checkpoint-8/model.safetensors", b"two")
+    (attempt,) = mount.attempts()
+    assert attempt.rewritten
+
+
+async def test_a_rewritten_temporary_directory_that_is_closed_by_hand_says_so(mount):
+    """Without the rename nothing proves one save."""
+    with trio.fail_after(30):
+        for text in (b"{}", b"once more"):
+            await mount.write("run/7.orbax-checkpoint-tmp/_CHECKPOINT_METADATA", text)
+        await mount.tracker.close_now(b"run/7.orbax-checkpoint-tmp")
+    (attempt,) = mount.attempts()
+    assert attempt.closed_at is not None
+    assert attempt.rewritten
+
+
 async def test_a_path_through_a_link_is_not_closed(mount):
     (mount.root / "other/step-5").mkdir(parents=True)
     (mount.staging.tree / "link").symlink_to(mount.root / "other")
