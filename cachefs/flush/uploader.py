@@ -214,7 +214,8 @@ class Flusher:
             if pending.settled:
                 await self._journal.write(partial(progress.settle_all, pending.settled))
                 self._on_flushed()
-        except StagingError as error:  # the journal is full: what is under way goes on, the next look tries again
+        except (StagingError, UnavailableError) as error:
+            # The journal is full, or there is no thread: what is under way goes on, the next look tries again.
             self._count(error)
         self._looked.set()
         self._looked = trio.Event()

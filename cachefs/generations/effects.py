@@ -36,6 +36,7 @@ from cachefs.generations.tracked import Hints, Tracked, each
 from cachefs.generations.view import TreeView
 from cachefs.journal import Journal
 from cachefs.staging.pins import Pins
+from cachefs.threads import in_thread
 
 PATIENCE = 60.0
 """Seconds for which the operation that closed a save waits, with all others on its files, until they can be pinned."""
@@ -231,9 +232,7 @@ class Effects:
         temp_names = preset.temp_names if preset else ()
         trackers = preset.trackers if preset else ()
         try:
-            closed = await trio.to_thread.run_sync(
-                lambda: closer.close(path, early, temp_names=temp_names, trackers=trackers)
-            )
+            closed = await in_thread(lambda: closer.close(path, early, temp_names=temp_names, trackers=trackers))
         except OSError as error:
             # The operation that closed the save is done; the training code has no part in this failure.
             reason = f"its files could not be pinned: {error.strerror}"
@@ -257,7 +256,8 @@ class Effects:
             raise
         for shard in closed.shards:
             if shard.shard not in closed.kept:
-                await trio.to_thread.run_sync(self._pins.drop, shard.attempt, shard.shard)
+                with suppress(OSError):  # then they go with the attempt
+                    await in_thread(self._pins.drop, shard.attempt, shard.shard)
         return False
 
     async def _journaled(self, save: Tracked) -> tuple[AttemptRecord, list[ShardRecord]]:
@@ -307,7 +307,7 @@ class Effects:
     async def _write_end(self, attempt: str, reason: str, *, cancelled: bool = False) -> None:
         await self._journal.write(lambda txn: attempts.ended(txn, attempt, reason, cancelled=cancelled))
         try:
-            await trio.to_thread.run_sync(self._pins.drop_attempt, attempt)
+            await in_thread(self._pins.drop_attempt, attempt)
         except OSError as error:  # whoever removed or renamed the save has no part in it
             _log.error("the pins of an ended save are dropped later", attempt=attempt, reason=str(error))
             self._hints.over()

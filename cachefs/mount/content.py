@@ -6,7 +6,6 @@ import errno
 import os
 import stat as stat_module
 from collections.abc import Callable
-from typing import TypeVar, TypeVarTuple
 
 import trio
 
@@ -18,10 +17,9 @@ from cachefs.mount.namespace import Entry, Namespace
 from cachefs.mount.threads import frees_slowly
 from cachefs.mount.tree import Caller, Tree
 from cachefs.staging.changes import Kind
+from cachefs.threads import Arguments, Result, in_thread
 
 _WRITING = os.O_WRONLY | os.O_RDWR
-Arguments = TypeVarTuple("Arguments")
-Result = TypeVar("Result")
 
 
 class Content:
@@ -68,7 +66,7 @@ class Content:
         node.fresh = True
         try:
             await self._report(Kind.CREATED, [path], node)
-        except CachefsError:
+        except Exception:
             await self._take_back(fd)
             self._table.forget(node.id, 1)
             raise
@@ -97,7 +95,7 @@ class Content:
                 await self._report(kind, self._table.paths_of(node), node)
                 if cut:
                     await self._resize(fd, 0)
-            except (OSError, CachefsError):
+            except Exception:
                 await self._take_back(fd)
                 raise
         return fd
@@ -158,7 +156,7 @@ class Content:
     async def _resize(self, fd: int, size: int) -> None:
         """Set the size of a file that a writer holds open."""
         if frees_slowly(os.fstat(fd), size):
-            await trio.to_thread.run_sync(os.ftruncate, fd, size, limiter=self._tree.threads.frees)
+            await in_thread(os.ftruncate, fd, size, limiter=self._tree.threads.frees)
         else:
             os.ftruncate(fd, size)
 
@@ -201,13 +199,20 @@ class Content:
 
     async def fsync_directory(self, node: Node) -> None:
         """Return when the entries of a directory, and its own name, are on the disk."""
-        await self._in_thread(_sync_directory, os.dup(self._table.descriptor(node)))
+        await self._sync_directory(node)
         await self._sync_names(node)
         await self._tree.observer.durable()
 
     async def _in_thread(self, call: Callable[[*Arguments], Result], *arguments: *Arguments) -> Result:
         """Wait for a call that waits for the disk, behind no other kind of call."""
-        return await trio.to_thread.run_sync(call, *arguments, limiter=self._tree.threads.syncs)
+        return await in_thread(call, *arguments, limiter=self._tree.threads.syncs)
+
+    async def _sync_directory(self, node: Node) -> None:
+        fd = os.dup(self._table.descriptor(node))  # the node may be forgotten while the thread works
+        try:
+            await self._in_thread(_sync_directory, fd)
+        finally:
+            os.close(fd)
 
     async def _sync_names(self, node: Node) -> None:
         """Return when a node's name, and those of the directories above it, are on the disk."""
@@ -227,8 +232,7 @@ class Content:
             event = self._syncing[node.id] = trio.Event()
             node.fresh = False
             try:
-                parent = self._table.descriptor(self._table.node(node.names[-1][0]))
-                await self._in_thread(_sync_directory, os.dup(parent))
+                await self._sync_directory(self._table.node(node.names[-1][0]))
             except BaseException:
                 node.fresh = True
                 raise
@@ -242,8 +246,6 @@ def _sync_directory(path_fd: int) -> None:
         fd = os.open(b".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=path_fd)
     except FileNotFoundError:
         return  # removed meanwhile: nothing is left to be durable
-    finally:
-        os.close(path_fd)
     try:
         os.fsync(fd)
     finally:

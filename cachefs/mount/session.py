@@ -17,6 +17,7 @@ from cachefs.formats.names import to_text
 from cachefs.mount.operations import Operations
 from cachefs.mount.threads import REQUESTS
 from cachefs.mount.tree import Tree
+from cachefs.threads import in_thread
 
 TYPE = "fuse.cachefs"
 """The file system type that `mount` and /proc/self/mountinfo show."""
@@ -147,8 +148,8 @@ class Session:
         """
         if self._mounted:
             try:
-                await trio.to_thread.run_sync(unmount, self._mountpoint)
-            except MountpointError:
+                await in_thread(unmount, self._mountpoint)
+            except (MountpointError, OSError):
                 pass  # `stop` tries again
             await trio.sleep(GRACE)
         if self._mounted:  # afterwards the library would touch freed memory

@@ -19,6 +19,7 @@ from cachefs.mount.threads import Threads
 from cachefs.staging.changes import Change, Kind
 from cachefs.staging.layout import Staging
 from cachefs.staging.pins import Pins
+from cachefs.threads import in_thread
 
 
 class Caller:
@@ -159,7 +160,7 @@ class Tree:
             return False
         event = self._releasing[node.id] = trio.Event()
         try:
-            await trio.to_thread.run_sync(self.pins.release_inode, node.ino, limiter=self.threads.copies)
+            await in_thread(self.pins.release_inode, node.ino, limiter=self.threads.copies)
         finally:
             del self._releasing[node.id]
             event.set()
