@@ -32,11 +32,12 @@ from cachefs.generations.closing import ClosedSet, Closer
 from cachefs.generations.early import EarlyUploads
 from cachefs.generations.placement import Placement
 from cachefs.generations.signals import marker_paths
-from cachefs.generations.tracked import Hints, Tracked, each
+from cachefs.generations.tracked import Hints, Tracked
 from cachefs.generations.view import TreeView
 from cachefs.journal import Journal
 from cachefs.staging.pins import Pins
 from cachefs.threads import in_thread
+from cachefs.waiting import each
 
 PATIENCE = 60.0
 """Seconds for which the operation that closed a save waits, with all others on its files, until they can be pinned."""

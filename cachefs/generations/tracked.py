@@ -1,8 +1,8 @@
-"""What the tracker keeps of each save, whom it wakes, and how it waits for several things at once."""
+"""What the tracker keeps of each save, and whom it wakes."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 
 import msgspec
 import trio
@@ -71,15 +71,3 @@ class Tracked:
                 if change.kind is Kind.RENAMED:
                     self.finished.discard(change.old)  # a temporary name is used again for the next file
                 self.finished.add(change.path)
-
-
-async def each(waiting: list[Awaitable[None]]) -> None:
-    """Await every one, also when one fails: each may hold a gate. Raises the first error afterwards."""
-    failed: BaseException | None = None
-    for one in waiting:
-        try:
-            await one
-        except BaseException as error:
-            failed = failed or error
-    if failed is not None:
-        raise failed

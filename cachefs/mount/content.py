@@ -16,7 +16,7 @@ from cachefs.mount.kernel import drops_privileges
 from cachefs.mount.namespace import Entry, Namespace
 from cachefs.mount.threads import frees_slowly
 from cachefs.mount.tree import Caller, Tree
-from cachefs.staging.changes import Kind
+from cachefs.staging.changes import Change, Kind
 from cachefs.threads import Arguments, Result, in_thread
 
 _WRITING = os.O_WRONLY | os.O_RDWR
@@ -109,9 +109,13 @@ class Content:
 
     async def _report(self, kind: Kind, paths: list[bytes], node: Node) -> None:
         """Report a change of a file's bytes, and that it is finished when no writable handle will say so."""
-        await self._tree.after_all(kind, paths, node.writers)
+        changes = [Change(kind, path, writers=node.writers) for path in paths]
         if node.writers == 0:
-            await self._tree.after_all(Kind.CLOSED, self._table.paths_of(node))
+            changes += self._closed(node)
+        await self._tree.after(*changes)
+
+    def _closed(self, node: Node) -> list[Change]:
+        return [Change(Kind.CLOSED, path) for path in self._table.paths_of(node)]
 
     def _open_staged(self, node: Node, flags: int) -> int:
         if node.names:
@@ -146,7 +150,8 @@ class Content:
         self._tree.handles.hold(fd, node)  # until it is done, the file is open for writing
         try:
             if writer is None:
-                await self._tree.after_all(Kind.TRUNCATED, self._table.paths_of(node), node.writers)
+                paths = self._table.paths_of(node)
+                await self._tree.after(*(Change(Kind.TRUNCATED, path, writers=node.writers) for path in paths))
             await self._resize(fd, size)
             if unprivileged:
                 self._drop_privileges(fd, node)
@@ -178,11 +183,11 @@ class Content:
         finished = closed.counts and node.writers == 0
         if finished and ask and self._tree.mapped.hold(node):
             return
-        paths = self._table.paths_of(node)
+        changes = self._closed(node) if finished else []
         self._table.released(node)
         try:
             if finished:
-                await self._tree.after_all(Kind.CLOSED, paths)
+                await self._tree.after(*changes)
         finally:
             await self._tree.threads.let_go(closed.left)
 

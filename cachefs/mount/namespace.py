@@ -100,8 +100,7 @@ class Namespace:
         entry = self._entry(above, name)
         entry[0].fresh = True
         if regular:
-            await self._tree.after(Change(Kind.CREATED, path))
-            await self._tree.after(Change(Kind.CLOSED, path))
+            await self._tree.after(Change(Kind.CREATED, path), Change(Kind.CLOSED, path))
         return entry
 
     async def symlink(self, parent: int, name: bytes, target: bytes, caller: Caller) -> Entry:
@@ -187,8 +186,8 @@ class Namespace:
             _renameat2(source_fd, old_name, target_fd, name, flags)
             assert replaced is not None
             self._table.exchanged(one, two)
-            await self._tree.after(self._moved(two, replaced_by=stat, old=old, new=new))
-            await self._tree.after(self._moved(one, replaced_by=replaced, old=new, new=old))
+            there = self._moved(two, replaced_by=stat, old=old, new=new)
+            await self._tree.after(there, self._moved(one, replaced_by=replaced, old=new, new=old))
             return
         held = hold(name, target_fd, replaced)
         try:

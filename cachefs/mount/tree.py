@@ -20,6 +20,7 @@ from cachefs.staging.changes import Change, Kind
 from cachefs.staging.layout import Staging
 from cachefs.staging.pins import Pins
 from cachefs.threads import in_thread
+from cachefs.waiting import each
 
 
 class Caller:
@@ -124,18 +125,13 @@ class Tree:
                 return waiting
         return None
 
-    async def after(self, change: Change) -> None:
-        """Tell the observer, and wait for what must happen before the caller gets its answer."""
-        waiting = self.observer.after(change)
-        if waiting is not None:
-            await waiting
-
-    async def after_all(self, kind: Kind, paths: list[bytes], writers: int = 0) -> None:
-        """The same for a file with these names; nothing runs between what is told of one name and of the next."""
-        changes = [Change(kind, path, writers=writers) for path in paths]
-        for waiting in [self.observer.after(change) for change in changes]:
-            if waiting is not None:
-                await waiting
+    async def after(self, *changes: Change) -> None:
+        """Tell the observer, and wait for what must happen before the caller gets its answer. Nothing runs between what
+        is told of one change and of the next; all are told and waited for, also when one fails.
+        """
+        waiting = [one for change in changes if (one := self.observer.after(change)) is not None]
+        if waiting:
+            await each(waiting)
 
     async def _unpin(self, node: Node, *, emptied: bool) -> bool:
         """Free a node's inode from its pins before its bytes change; return whether that took a wait.

@@ -24,12 +24,13 @@ from cachefs.generations.closing import Closer
 from cachefs.generations.detector import Detector
 from cachefs.generations.placement import Placer
 from cachefs.generations.releaser import Releaser
-from cachefs.generations.tracked import Hints, each
+from cachefs.generations.tracked import Hints
 from cachefs.generations.tracker import Tracker
 from cachefs.journal import Journal
 from cachefs.staging.changes import Change, Kind
 from cachefs.staging.layout import Staging
 from cachefs.staging.pins import Pins
+from cachefs.waiting import each
 from tests.generations.fake_torch import metadata_pickle
 
 
