@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from integration.disks import disk
-from integration.node import await_condition
+from integration.node import Node, await_condition
 from integration.posix import failing, put
 from integration.proxy import reset
 from integration.world import (
@@ -220,3 +220,18 @@ def fill(fd: int, data: bytes) -> int:
                     return done
                 full = done
             piece = 512 if piece == 4096 else 4096
+
+
+def test_more_directories_than_descriptors(made, monkeypatch):
+    """Every directory that was visited stays known to the kernel; none keeps a descriptor from who needs one."""
+    command = Node.command
+    monkeypatch.setattr(Node, "command", lambda self, *extra: ["prlimit", "--nofile=128", *command(self, *extra)])
+    one = made("--loose-interval", "3600")
+    for number in range(300):
+        (one.mnt / f"d{number}").mkdir()
+        put(one.mnt / f"d{number}/x", b"%d" % number)
+    os.rename(one.mnt / "d0/x", one.mnt / "d1/x")
+    assert (one.mnt / "d1/x").read_bytes() == b"0"
+    assert [(one.mnt / f"d{number}/x").read_bytes() for number in range(2, 300)] == [b"%d" % n for n in range(2, 300)]
+    assert sum(entry.is_dir() and entry.stat().st_nlink == 2 for entry in os.scandir(one.mnt)) == 300
+    assert one.stop() == 0

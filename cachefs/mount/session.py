@@ -14,6 +14,7 @@ import trio
 
 from cachefs.errors import MountpointError
 from cachefs.formats.names import to_text
+from cachefs.mount.inodes import descriptors
 from cachefs.mount.operations import Operations
 from cachefs.mount.threads import REQUESTS
 from cachefs.mount.tree import Tree
@@ -124,6 +125,7 @@ class Session:
         # Every open file and every directory in use costs a descriptor; the usual soft limit is for select(2).
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+        self._tree.table.most_open = descriptors()
         try:
             pyfuse3.init(self._operations, str(self._mountpoint), self._options)
         except RuntimeError as error:
