@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 
@@ -9,6 +10,7 @@ import msgspec
 import pytest
 import trio
 
+from cachefs.errors import DAMAGE
 from cachefs.formats.records import State
 from tests.flush.world import PART, World, content, xxh3
 
@@ -110,6 +112,25 @@ async def test_damaged_files_end_their_save_and_no_other(autojump_clock, world: 
     assert world.shard("bad", "f").error == bad.error
     assert world.memory.head(world.shard("bad", "f").key) is None
     assert world.flusher.statistics().abandoned == 1
+
+
+@pytest.mark.parametrize("code", sorted({*DAMAGE, errno.ENOENT, errno.ELOOP}))
+async def test_a_file_that_the_disk_has_lost_ends_its_save_and_no_other(
+    autojump_clock, world: World, monkeypatch: pytest.MonkeyPatch, code: int
+):
+    world.save("bad", {"f": content(9)})
+    world.save("good", {"f": content(2 * PART)})
+    bad, read = world.file("bad", "f").stat().st_ino, os.preadv
+
+    def preadv(fd, buffers, offset):
+        if os.fstat(fd).st_ino == bad:
+            raise OSError(code, os.strerror(code))
+        return read(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    await world.drained(600)
+    world.check("good")
+    assert world.attempt("bad").state is State.ABANDONED
 
 
 async def test_a_time_that_was_set_later_is_no_damage_when_the_hash_agrees(autojump_clock, world: World):
