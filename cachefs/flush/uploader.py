@@ -16,6 +16,7 @@ from cachefs.flush.lanes import Lanes
 from cachefs.flush.orphans import Orphans, known_runs
 from cachefs.flush.progress import Dropped, Sent
 from cachefs.flush.shard import Doors, Upload
+from cachefs.flush.throttle import Throttle
 from cachefs.formats.keys import Keys
 from cachefs.formats.records import AttemptRecord, ShardRecord
 from cachefs.journal import Journal
@@ -120,6 +121,11 @@ class Flusher:
         self._totals: Counter[str | _End] = Counter()
         self._failures: Counter[str] = Counter()
         self._orphan_errors: dict[str, str] = {}
+
+    @property
+    def throttle(self) -> Throttle:
+        """Return the bandwidth limit, for what else is sent beside the flush."""
+        return self._lanes.throttle
 
     def _key(self, attempt: AttemptRecord, shard: ShardRecord) -> str:
         """Return the object key of a shard: under the attempt that the owner has opened for the save."""

@@ -114,6 +114,17 @@ async def test_damaged_files_end_their_save_and_no_other(autojump_clock, world: 
     assert world.flusher.statistics().abandoned == 1
 
 
+@pytest.mark.parametrize("size", [PART // 2, PART, 5 * PART])
+async def test_files_of_every_size_keep_to_the_bandwidth(autojump_clock, world: World, size: int):
+    world.settings = msgspec.structs.replace(world.settings, bandwidth=PART)
+    world.restart()
+    world.save("a", {f"f{number}": content(size, number) for number in range(8)})
+    began = trio.current_time()
+    await world.drained()
+    world.check("a")
+    assert trio.current_time() - began >= 8 * size / PART - min(size / PART, 1), "the last part may go at once"
+
+
 @pytest.mark.parametrize("code", sorted({*DAMAGE, errno.ENOENT, errno.ELOOP}))
 async def test_a_file_that_the_disk_has_lost_ends_its_save_and_no_other(
     autojump_clock, world: World, monkeypatch: pytest.MonkeyPatch, code: int
