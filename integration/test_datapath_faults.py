@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -235,3 +236,40 @@ def test_more_directories_than_descriptors(made, monkeypatch):
     assert [(one.mnt / f"d{number}/x").read_bytes() for number in range(2, 300)] == [b"%d" % n for n in range(2, 300)]
     assert sum(entry.is_dir() and entry.stat().st_nlink == 2 for entry in os.scandir(one.mnt)) == 300
     assert one.stop() == 0
+
+
+def test_a_change_that_was_carried_out_and_refused_is_seen(tmp_path):
+    """The kernel takes an error to say that nothing was done: it has to ask again for every name, of which it would
+    believe what it knows for minutes.
+    """
+    staging, mnt = tmp_path / "staging", tmp_path / "mnt"
+    made, link, symlink, node, file, moved = (mnt / "refused" / name for name in "abcdef")
+    command = [sys.executable, str(OUTLIVE.with_name("refusing.py")), str(staging), str(mnt)]
+    with subprocess.Popen(command) as serving:
+        try:
+            await_condition(lambda: os.path.ismount(mnt), "it is mounted")
+            made.parent.mkdir()
+            put(mnt / "whole", b"bytes")
+            assert not any(map(os.path.lexists, (made, link, symlink, node, file, moved)))
+            assert [
+                failing(os.mkdir, made),
+                failing(os.link, mnt / "whole", link),
+                failing(os.symlink, "whole", symlink),
+                failing(os.mknod, node, stat.S_IFREG | 0o644),
+                failing(os.open, file, os.O_CREAT | os.O_WRONLY),
+                failing(os.rename, mnt / "whole", moved),
+            ] == ["EIO"] * 6
+            await_condition(
+                lambda: all(map(os.path.lexists, (made, link, symlink, node, file, moved))), "what was made is there"
+            )
+            await_condition(lambda: not (mnt / "whole").exists(), "the old name is gone")
+            assert moved.read_bytes() == b"bytes"
+            assert [failing(os.rmdir, made), failing(os.unlink, link)] == ["EIO"] * 2
+            await_condition(lambda: not any(map(os.path.lexists, (made, link))), "what was removed is gone")
+            await_condition(lambda: sorted(os.listdir(made.parent)) == ["c", "d", "e", "f"], "it is listed so")
+        finally:
+            subprocess.run(["fusermount3", "-u", "-z", mnt], check=False, capture_output=True)
+            try:
+                serving.wait(20)
+            except subprocess.TimeoutExpired:
+                serving.kill()

@@ -69,6 +69,7 @@ class Content:
         except Exception:
             await self._take_back(fd)
             self._table.forget(node.id, 1)
+            self._tree.name_changed((parent, name))
             raise
         return fd, entry
 

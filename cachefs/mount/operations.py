@@ -13,7 +13,7 @@ from pyfuse3 import EntryAttributes, FileHandleT, FileInfo, FileNameT, FlagT, FU
 from cachefs.errors import CachefsError
 from cachefs.mount.attributes import Attributes, Update
 from cachefs.mount.content import Content
-from cachefs.mount.inodes import Node
+from cachefs.mount.inodes import Name, Node
 from cachefs.mount.namespace import Entry, Namespace
 from cachefs.mount.tree import Caller, Tree
 
@@ -29,6 +29,15 @@ def _attributes_changed(node: Node) -> None:
         pyfuse3.invalidate_inode(InodeT(node.id), attr_only=True)
     except OSError:
         pass  # the kernel has forgotten the file already, or the mount is gone
+
+
+def _name_changed(name: Name) -> None:
+    parent, own = name
+    try:
+        # In a thread of its own: the kernel waits until the request that is being handled is answered.
+        pyfuse3.invalidate_entry_async(InodeT(parent), FileNameT(own), ignore_enoent=True)
+    except RuntimeError:
+        pass  # there is no thread just now: the kernel asks when its time is over
 
 
 def _failed(error: Exception) -> FUSEError:
@@ -53,6 +62,7 @@ class Operations(pyfuse3.Operations):
         self._content = Content(tree, self._namespace)
         self._attributes = Attributes(tree, self._content)
         tree.attributes_changed = tree.mapped.ended = _attributes_changed
+        tree.name_changed = _name_changed
 
     def init(self) -> None:
         """Called when the kernel has said what it offers."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 import errno
 import os
 import stat as stat_module
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 import trio
 
 from cachefs.mount.handles import Handles
-from cachefs.mount.inodes import InodeTable, Node
+from cachefs.mount.inodes import InodeTable, Name, Node
 from cachefs.mount.kernel import Passthrough
 from cachefs.mount.mapped import Mapped
 from cachefs.mount.observer import Observer
@@ -50,6 +50,10 @@ class Tree:
         self._scratch = staging.scratch
         self.attributes_changed: Callable[[Node], None] = lambda node: None
         """Called when the daemon itself changed attributes that the kernel may hold."""
+        self.name_changed: Callable[[Name], None] = lambda name: None
+        """Called when what a name stands for changed although its caller was told of an error: the kernel believes
+        that it did not.
+        """
         self._releasing: dict[int, trio.Event] = {}
         self._privileged = os.geteuid() == 0
 
@@ -132,6 +136,19 @@ class Tree:
         waiting = [one for change in changes if (one := self.observer.after(change)) is not None]
         if waiting:
             await each(waiting)
+
+    async def after_naming(self, changes: Sequence[Change], names: Sequence[Name], made: Node | None = None) -> None:
+        """Do the same after something was done to names. `made` is the node that the reply would give to the kernel,
+        which gets none when this raises, and asks for the names again.
+        """
+        try:
+            await self.after(*changes)
+        except Exception:
+            if made is not None:
+                self.table.forget(made.id, 1)
+            for name in names:
+                self.name_changed(name)
+            raise
 
     async def _unpin(self, node: Node, *, emptied: bool) -> bool:
         """Free a node's inode from its pins before its bytes change; return whether that took a wait.

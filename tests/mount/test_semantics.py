@@ -296,3 +296,41 @@ async def test_all_of_a_change_is_told_and_waited_for_although_one_part_fails(wo
     with pytest.raises(StagingError) if failing else nullcontext():
         await change(world)
     assert carried_out == told
+
+
+@pytest.mark.parametrize(
+    ("change", "names"),
+    [
+        (lambda world: world.mkdir(b"d/new"), [b"new"]),
+        (lambda world: world.names.mknod(*world.walk(b"d/new"), stat.S_IFREG | 0o644, 0, ME), [b"new"]),
+        (lambda world: world.names.symlink(*world.walk(b"d/new"), b"x.pt", ME), [b"new"]),
+        (lambda world: world.names.link(world.node(b"d/x.pt").id, *world.walk(b"d/new")), [b"new"]),
+        (lambda world: world.create(b"d/new"), [b"new"]),
+        (lambda world: world.unlink(b"d/x.pt"), [b"x.pt"]),
+        (lambda world: world.names.rmdir(*world.walk(b"d/sub")), [b"sub"]),
+        (lambda world: world.rename(b"d/x.pt", b"d/new"), [b"x.pt", b"new"]),
+        (lambda world: world.rename(b"d/x.pt", b"d/sub", flags=RENAME_EXCHANGE), [b"x.pt", b"sub"]),
+    ],
+)
+async def test_the_kernel_asks_again_for_the_names_of_a_refused_change(world, change, names):
+    """It was carried out all the same; and of what the kernel was not given no reference is left."""
+    directory = await world.mkdir(b"d")
+    await world.put(b"d/x.pt", b"x")
+    await world.mkdir(b"d/sub")
+    for name in (b"d/x.pt", b"d/sub"):
+        world.node(name)
+    changed = []
+    world.tree.name_changed = changed.append
+    after = world.observer.after
+
+    def refuse(change):
+        after(change)
+        if change.kind is not Kind.CLOSED:
+            raise StagingError("the journal is full")
+
+    world.observer.after = refuse
+    known = len(world.table)
+    with pytest.raises(StagingError):
+        await change(world)
+    assert changed == [(directory.id, name) for name in names]
+    assert len(world.table) == known
