@@ -1,5 +1,6 @@
 """What the detector's actions do to the journal and the pins. A save that cannot be journaled when it opens is let go
-of; what the journal refuses later (a close, an end, a second writing) is owed: written as soon as the journal takes it.
+of, unless it is closed by then; what the journal refuses later (a close, an end, a second writing) is owed: written as
+soon as the journal takes it.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from cachefs.generations.placement import Placement
 from cachefs.generations.signals import marker_paths
 from cachefs.generations.tracked import Hints, Tracked
 from cachefs.generations.view import TreeView
-from cachefs.journal import Journal
+from cachefs.journal import Journal, Txn
 from cachefs.staging.pins import Pins
 from cachefs.threads import in_thread
 from cachefs.waiting import each
@@ -150,7 +151,10 @@ class Effects:
         try:
             await self._journal.write(lambda txn: attempts.insert(txn, record))
         except StagingError:
-            self._lose(save)
+            if save.closing is None:
+                self._lose(save)
+            else:  # renamed into place: done, and complete; its close brings the record along
+                save.unwritten = record
             raise
         finally:
             save.journaled.set()
@@ -269,14 +273,22 @@ class Effects:
         except StagingError as error:
             _log.error("early uploads are not used: the journal failed", attempt=save.attempt, reason=str(error))
         with self._journal.read() as txn:
-            attempt = txn.attempts.get(save.attempt)
+            attempt = txn.attempts.get(save.attempt) or save.unwritten
         if attempt is None:
             raise AssertionError("an attempt that is being closed is in the journal")
         return msgspec.structs.replace(attempt, rewritten=save.rewritten), early
 
     async def _record(self, attempt: AttemptRecord, action: CloseSave, closed: ClosedSet) -> bool:
-        """Journal a close; False, and nothing done, when an early pin of it was dropped meanwhile."""
-        dropped = await self._journal.write(lambda txn: attempts.closed(txn, attempt, action, closed))
+        """Journal a close, and the opening if that was refused; False, and nothing done, when an early pin of it was
+        dropped meanwhile.
+        """
+
+        def write(txn: Txn) -> list[ShardRecord] | None:
+            if txn.attempts.get(attempt.attempt) is None:
+                attempts.insert(txn, attempt)
+            return attempts.closed(txn, attempt, action, closed)
+
+        dropped = await self._journal.write(write)
         if dropped is None:
             return False
         for shard in dropped:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import msgspec
 import trio
 
+from cachefs.formats.records import AttemptRecord
 from cachefs.generations.placement import Placement
 from cachefs.generations.saves import moved
 from cachefs.staging.changes import Change, Kind
@@ -28,13 +29,14 @@ class Hints(msgspec.Struct, frozen=True):
 
 
 class Tracked:
-    """A save being tracked: its attempt, and the two moments others wait for. `lost` when it could not be journaled.
+    """A save being tracked: its attempt, and the two moments others wait for. `lost` when it could not be journaled;
+    `unwritten` is the record that the journal refused although the save is closing.
 
     `finished` are the paths of files that were whole at some time, `rewritten` says that one of them was written again:
     from then on the save may be the next one of its name.
     """
 
-    __slots__ = ("attempt", "closing", "finished", "journaled", "lost", "placement", "rewritten")
+    __slots__ = ("attempt", "closing", "finished", "journaled", "lost", "placement", "rewritten", "unwritten")
 
     def __init__(self, attempt: str, placement: Placement) -> None:
         self.attempt = attempt
@@ -42,6 +44,7 @@ class Tracked:
         self.journaled = trio.Event()
         self.closing: trio.Event | None = None
         self.lost = False
+        self.unwritten: AttemptRecord | None = None
         self.finished: set[bytes] = set()
         self.rewritten = False
 

@@ -8,6 +8,7 @@ import threading
 import zipfile
 from contextlib import ExitStack
 from io import BytesIO
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -508,7 +509,10 @@ async def test_a_save_that_cannot_be_journaled_fails_and_the_next_change_starts_
     assert mount.pinned(attempt)["__1_0.distcp"] == b"two"
 
 
-async def test_a_save_that_closes_before_its_failed_opening_is_known_freezes_nothing(mount, monkeypatch):
+async def test_a_save_that_closes_before_its_failed_opening_is_known_freezes_nothing(
+    mount, monkeypatch, declared_warnings
+):
+    declared_warnings("the journal failed")
     disk = Full(mount, monkeypatch)
     (mount.staging.tree / "run").mkdir()
     (mount.staging.tree / "run/model.pt").write_bytes(zipped(b"x"))
@@ -568,6 +572,37 @@ async def test_a_close_that_the_journal_refused_is_journaled_when_it_can_be(moun
         nursery.cancel_scope.cancel()
     (attempt,) = mount.attempts()
     assert mount.pinned(attempt) == {"__0_0.distcp": b"one", ".metadata": metadata("0_0")}
+
+
+@pytest.mark.parametrize(
+    ("temporary", "final", "file"),
+    [("7.orbax-checkpoint-tmp", "7", "_CHECKPOINT_METADATA"), ("model.pt.tmp", "model.pt", "")],
+)
+async def test_a_save_that_was_renamed_into_place_is_journaled_when_it_can_be(
+    mount, monkeypatch, declared_warnings, temporary, final, file
+):
+    """Opened and closed by the rename, which cannot be undone and fails when it is tried again."""
+    declared_warnings("the journal failed")
+    disk = Full(mount, monkeypatch)
+    path = Path("run", temporary, file)
+    await mount.write(str(path), zipped(b"one"))
+    disk.full = True
+    with pytest.raises(StagingError):
+        await mount.rename(f"run/{temporary}", f"run/{final}")
+    assert mount.attempts() == []
+    await mount.held(Kind.TRUNCATED, str(Path("run", final, file)))
+    (mount.staging.tree / "run" / final / file).unlink()
+    async with trio.open_nursery() as nursery:
+        await nursery.start(mount.tracker.run)
+        await disk.refuses()
+        disk.full = False
+        with trio.fail_after(30):
+            while not mount.attempts():
+                await mount.journal.wait_changed()
+        nursery.cancel_scope.cancel()
+    (attempt,) = mount.attempts()
+    assert attempt.closed_at is not None
+    assert mount.pinned(attempt) == {file or final: zipped(b"one")}
 
 
 async def test_early_uploads_go_on_after_the_journal_failed(mount, monkeypatch, declared_warnings):
