@@ -83,7 +83,7 @@ class Namespace:
         self._tree.give_to(caller, above, name, mode, dir_fd=dir_fd)
         entry = self._entry(above, name)
         entry[0].fresh = True
-        await self._tree.after_naming([Change(Kind.MADE_DIR, path, is_dir=True)], [(parent, name)], entry[0])
+        await self._tree.after(Change(Kind.MADE_DIR, path, is_dir=True), names=[(parent, name)], made=entry[0])
         return entry
 
     async def mknod(self, parent: int, name: bytes, mode: int, rdev: int, caller: Caller) -> Entry:
@@ -101,7 +101,7 @@ class Namespace:
         entry[0].fresh = True
         if regular:
             changes = [Change(Kind.CREATED, path), Change(Kind.CLOSED, path)]
-            await self._tree.after_naming(changes, [(parent, name)], entry[0])
+            await self._tree.after(*changes, names=[(parent, name)], made=entry[0])
         return entry
 
     async def symlink(self, parent: int, name: bytes, target: bytes, caller: Caller) -> Entry:
@@ -112,7 +112,8 @@ class Namespace:
         os.symlink(target, name, dir_fd=dir_fd)
         self._tree.give_to(caller, above, name, None, dir_fd=dir_fd)
         entry = self._entry(above, name)
-        await self._tree.after_naming([Change(Kind.SYMLINKED, path, target=target)], [(parent, name)], entry[0])
+        change = Change(Kind.SYMLINKED, path, target=target)
+        await self._tree.after(change, names=[(parent, name)], made=entry[0])
         return entry
 
     def readlink(self, ident: int) -> bytes:
@@ -131,7 +132,7 @@ class Namespace:
         entry = self._entry(above, name)
         node.fresh = True
         change = Change(Kind.LINKED, path, old=old, writers=node.writers)
-        await self._tree.after_naming([change], [(parent, name)], entry[0])
+        await self._tree.after(change, names=[(parent, name)], made=entry[0])
         return entry
 
     async def unlink(self, parent: int, name: bytes) -> None:
@@ -144,7 +145,7 @@ class Namespace:
         try:
             os.unlink(name, dir_fd=dir_fd)
             self._table.removed(parent, name, last=last)
-            await self._tree.after_naming([Change(Kind.REMOVED, path)], [(parent, name)])
+            await self._tree.after(Change(Kind.REMOVED, path), names=[(parent, name)])
         finally:
             await self._tree.threads.let_go(held)
 
@@ -167,7 +168,7 @@ class Namespace:
             self._table.descriptor(node)  # whoever is in it still sees it
         os.rmdir(name, dir_fd=self._table.descriptor(above))
         self._table.removed(parent, name, last=True)
-        await self._tree.after_naming([Change(Kind.REMOVED, path, is_dir=True)], [(parent, name)])
+        await self._tree.after(Change(Kind.REMOVED, path, is_dir=True), names=[(parent, name)])
 
     async def rename(self, old_parent: int, old_name: bytes, parent: int, name: bytes, flags: int) -> None:
         """Rename, with RENAME_NOREPLACE or RENAME_EXCHANGE. The file may be open, for writing too."""
@@ -190,7 +191,7 @@ class Namespace:
             self._table.exchanged(one, two)
             there = self._moved(two, replaced_by=stat, old=old, new=new)
             back = self._moved(one, replaced_by=replaced, old=new, new=old)
-            await self._tree.after_naming([there, back], [one, two])
+            await self._tree.after(there, back, names=[one, two])
             return
         held = hold(name, target_fd, replaced)
         try:
@@ -199,7 +200,7 @@ class Namespace:
             else:
                 os.rename(old_name, name, src_dir_fd=source_fd, dst_dir_fd=target_fd)
             self._table.renamed(one, two, last=last)
-            await self._tree.after_naming([self._moved(two, replaced_by=stat, old=old, new=new)], [one, two])
+            await self._tree.after(self._moved(two, replaced_by=stat, old=old, new=new), names=[one, two])
         finally:
             await self._tree.threads.let_go(held)
 

@@ -129,20 +129,17 @@ class Tree:
                 return waiting
         return None
 
-    async def after(self, *changes: Change) -> None:
+    async def after(self, *changes: Change, names: Sequence[Name] = (), made: Node | None = None) -> None:
         """Tell the observer, and wait for what must happen before the caller gets its answer. Nothing runs between what
         is told of one change and of the next; all are told and waited for, also when one fails.
-        """
-        waiting = [one for change in changes if (one := self.observer.after(change)) is not None]
-        if waiting:
-            await each(waiting)
 
-    async def after_naming(self, changes: Sequence[Change], names: Sequence[Name], made: Node | None = None) -> None:
-        """Do the same after something was done to names. `made` is the node that the reply would give to the kernel,
-        which gets none when this raises, and asks for the names again.
+        `names` stand for something else now, `made` is the node that the reply gives to the kernel: when this raises,
+        the kernel gets nothing, and asks for the names again.
         """
         try:
-            await self.after(*changes)
+            waiting = [one for change in changes if (one := self.observer.after(change)) is not None]
+            if waiting:
+                await each(waiting)
         except Exception:
             if made is not None:
                 self.table.forget(made.id, 1)
