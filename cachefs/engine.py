@@ -96,6 +96,7 @@ class Engine:
             config.run,
             interval=config.loose_interval,
             part_size=config.part_size,
+            throttle=self._flusher.throttle,
             is_loose=self._placer.is_loose,
         )
         self._publisher: Publisher | None = None

@@ -41,6 +41,7 @@ import trio
 
 from cachefs.errors import StagingError
 from cachefs.formats.records import AttemptRecord, LooseRecord, Meta, PartRecord, RunRecord, ShardRecord, SharedRecord
+from cachefs.threads import NoThread, in_thread
 
 T = TypeVar("T")
 R = TypeVar("R", bound=msgspec.Struct)
@@ -160,7 +161,9 @@ class Txn:
 class _Write(Generic[T]):
     def __init__(self, fn: Callable[[Txn], T]) -> None:
         self.fn = fn
-        self.done = trio.Event()
+        self.turn = trio.Event()
+        """Set when it is answered, or is to lead the next batch."""
+        self.answered = False
         self.result: T
         self.error: BaseException | None = None
 
@@ -254,14 +257,14 @@ class Journal:
 
         Writers that wait at the same time share one transaction and one fdatasync. `fn` must only use the transaction
         (it may be run again when another writer of the batch fails); what it raises is raised here and changes nothing.
-        Not interrupted by cancellation. Raises StagingError when the journal cannot be written (disk full).
+        Not interrupted by cancellation. Raises StagingError when the journal cannot be written (disk full, no thread).
         """
         write = _Write(fn)
         self._waiting.append(write)
         with trio.CancelScope(shield=True):
             if self._committing:
-                await write.done.wait()
-            else:
+                await write.turn.wait()
+            if not write.answered:
                 await self._lead()
         if write.error is not None:
             raise write.error
@@ -286,22 +289,27 @@ class Journal:
         await self.write(lambda _txn: None)
 
     async def _lead(self) -> None:
+        """Commit what waits, and leave what came meanwhile to the first who waits: nobody serves others for ever."""
         self._committing = True
+        batch, self._waiting = self._waiting, []
         try:
-            while self._waiting:
-                batch, self._waiting = self._waiting, []
-                try:
-                    await trio.to_thread.run_sync(self._commit, batch)
-                except BaseException as error:
-                    for write in batch:
-                        write.error = write.error or error
-                    raise
-                finally:
-                    for write in batch:
-                        write.done.set()
-                    self.note_commit()
+            await in_thread(self._commit, batch)
+        except NoThread as error:
+            for write in batch:
+                write.error = StagingError(f"the journal cannot be written: {error.strerror}", hint="raise pids.max")
+        except BaseException as error:
+            for write in batch:
+                write.error = write.error or error
+            raise
         finally:
-            self._committing = False
+            for write in batch:
+                write.answered = True
+                write.turn.set()
+            if self._waiting:
+                self._waiting[0].turn.set()
+            else:
+                self._committing = False
+            self.note_commit()
 
     def _commit(self, batch: list[_Write[Any]]) -> None:
         try:

@@ -7,14 +7,16 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 import zipfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from integration.bucket import Bucket
-from integration.node import await_condition
+from integration.node import PATIENCE, await_condition
 from integration.proxy import Hold
 from integration.world import (
     MIB,
@@ -143,6 +145,41 @@ def test_a_file_of_an_open_save_rewritten_after_its_upload_began(world: World) -
     await_condition(lambda: not client.list_multipart_uploads(Bucket=bucket).get("Uploads"), "no upload is left")
     assert len(published(world)) == 1
     world.verify(one, "run", saved)
+
+
+@pytest.mark.parametrize(
+    ("temporary", "final", "file"),
+    [
+        ("7.orbax-checkpoint-tmp", "7", "_CHECKPOINT_METADATA"),
+        ("tmp-checkpoint-8", "checkpoint-8", "trainer_state.json"),
+    ],
+)
+def test_a_file_written_again_in_a_temporary_directory(world: World, temporary: str, final: str, file: str) -> None:
+    """Orbax writes its metadata three times before it renames the directory: no open waits for that rename."""
+    one = world.node()
+    directory = one.mnt / "run" / temporary
+    staged = one.staging / "tree" / "run" / temporary / file
+
+    def is_open() -> bool:
+        assert one.process is not None
+        open_files = []
+        for fd in Path(f"/proc/{one.process.pid}/fd").iterdir():
+            with suppress(FileNotFoundError):  # closed meanwhile
+                open_files.append(os.readlink(fd))
+        return str(staged) in open_files
+
+    def train() -> None:
+        for text in (b"{}", b"once more", b"last"):
+            write(directory / file, text)
+            await_condition(lambda: not is_open(), "the daemon has seen the close")
+        directory.rename(directory.with_name(final))
+
+    training = threading.Thread(target=train, daemon=True)
+    training.start()
+    training.join(PATIENCE)
+    assert not training.is_alive(), "an open waits for the rename that comes after it"
+    await_state(one, f"run/{final}")
+    world.verify(one, "run", {file: b"last"})
 
 
 def test_the_marker_closes_before_its_data(world: World) -> None:

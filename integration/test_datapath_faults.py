@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -18,7 +19,7 @@ from typing import Any
 import pytest
 
 from integration.disks import disk
-from integration.node import await_condition
+from integration.node import Node, await_condition
 from integration.posix import failing, put
 from integration.proxy import reset
 from integration.world import (
@@ -220,3 +221,55 @@ def fill(fd: int, data: bytes) -> int:
                     return done
                 full = done
             piece = 512 if piece == 4096 else 4096
+
+
+def test_more_directories_than_descriptors(made, monkeypatch):
+    """Every directory that was visited stays known to the kernel; none keeps a descriptor from who needs one."""
+    command = Node.command
+    monkeypatch.setattr(Node, "command", lambda self, *extra: ["prlimit", "--nofile=128", *command(self, *extra)])
+    one = made("--loose-interval", "3600")
+    for number in range(300):
+        (one.mnt / f"d{number}").mkdir()
+        put(one.mnt / f"d{number}/x", b"%d" % number)
+    os.rename(one.mnt / "d0/x", one.mnt / "d1/x")
+    assert (one.mnt / "d1/x").read_bytes() == b"0"
+    assert [(one.mnt / f"d{number}/x").read_bytes() for number in range(2, 300)] == [b"%d" % n for n in range(2, 300)]
+    assert sum(entry.is_dir() and entry.stat().st_nlink == 2 for entry in os.scandir(one.mnt)) == 300
+    assert one.stop() == 0
+
+
+def test_a_change_that_was_carried_out_and_refused_is_seen(tmp_path):
+    """The kernel takes an error to say that nothing was done: it has to ask again for every name, of which it would
+    believe what it knows for minutes.
+    """
+    staging, mnt = tmp_path / "staging", tmp_path / "mnt"
+    made, link, symlink, node, file, moved = (mnt / "refused" / name for name in "abcdef")
+    command = [sys.executable, str(OUTLIVE.with_name("refusing.py")), str(staging), str(mnt)]
+    with subprocess.Popen(command) as serving:
+        try:
+            await_condition(lambda: os.path.ismount(mnt), "it is mounted")
+            made.parent.mkdir()
+            put(mnt / "whole", b"bytes")
+            assert not any(map(os.path.lexists, (made, link, symlink, node, file, moved)))
+            assert [
+                failing(os.mkdir, made),
+                failing(os.link, mnt / "whole", link),
+                failing(os.symlink, "whole", symlink),
+                failing(os.mknod, node, stat.S_IFREG | 0o644),
+                failing(os.open, file, os.O_CREAT | os.O_WRONLY),
+                failing(os.rename, mnt / "whole", moved),
+            ] == ["EIO"] * 6
+            await_condition(
+                lambda: all(map(os.path.lexists, (made, link, symlink, node, file, moved))), "what was made is there"
+            )
+            await_condition(lambda: not (mnt / "whole").exists(), "the old name is gone")
+            assert moved.read_bytes() == b"bytes"
+            assert [failing(os.rmdir, made), failing(os.unlink, link)] == ["EIO"] * 2
+            await_condition(lambda: not any(map(os.path.lexists, (made, link))), "what was removed is gone")
+            await_condition(lambda: sorted(os.listdir(made.parent)) == ["c", "d", "e", "f"], "it is listed so")
+        finally:
+            subprocess.run(["fusermount3", "-u", "-z", mnt], check=False, capture_output=True)
+            try:
+                serving.wait(20)
+            except subprocess.TimeoutExpired:
+                serving.kill()

@@ -5,11 +5,14 @@ from __future__ import annotations
 import logging
 import os
 import re
+import threading
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+from trio._core import _thread_cache
 
 from cachefs import log
 
@@ -67,6 +70,23 @@ def declared_warnings() -> Iterator[DeclaredWarnings]:
     root.removeHandler(watch)
     if problems := watch.problems():
         pytest.fail("log:\n  " + "\n  ".join(problems), pytrace=False)
+
+
+@pytest.fixture
+def no_threads(monkeypatch) -> Callable[[], AbstractContextManager[None]]:
+    """Return a context in which the system refuses every thread, as it does at a limit of processes."""
+
+    @contextmanager
+    def refused() -> Iterator[None]:
+        with monkeypatch.context() as patch:
+            patch.setattr(_thread_cache, "THREAD_CACHE", _thread_cache.ThreadCache())  # none is idle
+            before = threading.stack_size(1 << 47)  # more than there are addresses
+            try:
+                yield
+            finally:
+                threading.stack_size(before)
+
+    return refused
 
 
 @pytest.fixture

@@ -93,6 +93,43 @@ async def test_a_failing_writer_gets_its_error_and_harms_no_other(journal):
     assert failed == [True]
 
 
+async def test_who_commits_for_others_is_answered_with_its_own_batch(journal, monkeypatch):
+    """However many write meanwhile: the first of them commits for the next."""
+    commits = 0
+    commit = journal._commit
+
+    def committed(batch):
+        nonlocal commits
+        commit(batch)
+        commits += 1
+        if commits < 5:
+            trio.from_thread.run(another)
+
+    async def another():
+        nursery.start_soon(journal.write, lambda txn: txn.next_serial())
+        await trio.testing.wait_all_tasks_blocked()
+
+    monkeypatch.setattr(journal, "_commit", committed)
+    async with trio.open_nursery() as nursery:
+        await journal.write(lambda txn: txn.next_serial())
+        assert commits == 1
+    with journal.read() as txn:
+        assert (txn.meta.get("meta") or Meta()).serial == commits == 5
+
+
+async def test_writes_that_get_no_thread_fail_and_none_is_left_without_an_answer(journal, no_threads):
+    async def refused():
+        with pytest.raises(StagingError, match="no more threads"):
+            await journal.write(lambda txn: txn.next_serial())
+
+    with trio.fail_after(30):
+        with no_threads():
+            async with trio.open_nursery() as nursery:
+                for _ in range(3):
+                    nursery.start_soon(refused)
+        assert await journal.write(lambda txn: txn.next_serial()) == 1
+
+
 async def test_cancellation_does_not_tear_a_write(journal):
     """What was handed in is written, and the journal goes on."""
     with trio.CancelScope() as scope:

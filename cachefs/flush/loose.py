@@ -1,7 +1,8 @@
 """Loose files: what lies outside every generation (logs, event files, trackers) is mirrored to overwritable objects.
 
 A mirror is a convenience, not a promise: the newest version of the object is some state that the file really had, of
-one moment. A file that changes while it is read is read again later. Nothing is ever deleted in the bucket.
+one moment. A file that changes while it is read is read again later, and later each time. Nothing is ever deleted in
+the bucket.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import trio
 from cachefs import clock
 from cachefs.errors import CachefsError, InvalidError, StoreError
 from cachefs.flush.plan import Backoff, Range, fit_part_size, parts
+from cachefs.flush.throttle import Throttle
 from cachefs.formats.keys import Keys
 from cachefs.formats.names import to_text
 from cachefs.formats.records import Identity, LooseRecord
@@ -28,6 +30,8 @@ from cachefs.store.hop import Hop
 
 SETTLE = 0.1
 """Seconds a file must be left alone: a change within one tick of the file system's clock does not show in its time."""
+PATIENCE = 16
+"""Intervals that a file which changes whenever it is read is left alone, at most."""
 BACKOFF_BASE = 1.0
 BACKOFF_CAP = 60.0
 """Seconds between two tries of a file that cannot be read or sent, at first and at most."""
@@ -35,8 +39,12 @@ BACKOFF_CAP = 60.0
 _NOT_A_FILE = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO, errno.ENODEV}
 
 
+class Fresh(Exception):
+    """The file was written a moment ago; nothing was read."""
+
+
 class Changing(Exception):
-    """The file changed while it was read."""
+    """The file changed while it was read: what was sent of it was sent for nothing."""
 
 
 class LooseMirror:
@@ -57,10 +65,13 @@ class LooseMirror:
         *,
         interval: float,
         part_size: int,
+        throttle: Throttle | None = None,
         is_loose: Callable[[bytes], bool] = lambda path: False,
     ) -> None:
-        """`part_size` in bytes is also what one file takes in memory. `is_loose` is asked about the files below a
-        directory that was noted (moved, say); by default they are left to notes of their own.
+        """`part_size` in bytes is also what one file takes in memory; `throttle` says when it may be sent.
+
+        `is_loose` is asked about the files below a directory that was noted (moved, say); by default they are left to
+        notes of their own.
         """
         self._journal = journal
         self._store = store
@@ -70,6 +81,7 @@ class LooseMirror:
         self._default_run = default_run
         self._interval = interval
         self._part_size = part_size
+        self._throttle = throttle or Throttle(0)
         self._is_loose = is_loose
         self._due: dict[bytes, float] = {}
         self._rests: dict[bytes, float] = {}
@@ -113,23 +125,27 @@ class LooseMirror:
         try:
             await self._abort_leftovers()
             await self._mirror(path)
+        except Fresh:
+            again = self._later(path, SETTLE, self._interval)
         except Changing:
-            again = trio.current_time() + SETTLE
+            again = self._later(path, self._interval, PATIENCE * self._interval)
         except InvalidError as error:
             self.errors[path] = str(error)
         except (CachefsError, OSError) as error:
             self.errors[path] = str(error)
-            backoff = self._backoffs.get(path, Backoff()).failed(
-                trio.current_time(), base=BACKOFF_BASE, cap=BACKOFF_CAP, jitter=clock.jitter
-            )
-            self._backoffs[path] = backoff
-            again = backoff.until
+            again = self._later(path, BACKOFF_BASE, BACKOFF_CAP, clock.jitter)
         else:
             self.errors.pop(path, None)
             self._backoffs.pop(path, None)
         if again is not None or path in self._due:
             self._due[path] = max(again or 0.0, self._rests.get(path, 0.0))
         self._looking = 0
+
+    def _later(self, path: bytes, base: float, cap: float, jitter: Callable[[float], float] = float) -> float:
+        """Return when to look at a file again: later with every look in a row that was for nothing."""
+        before = self._backoffs.get(path, Backoff())
+        backoff = self._backoffs[path] = before.failed(trio.current_time(), base=base, cap=cap, jitter=jitter)
+        return backoff.until
 
     async def _mirror(self, path: bytes) -> None:
         fd = await self._hop(_open, self._tree_fd, path)
@@ -158,7 +174,7 @@ class LooseMirror:
         if known is not None and known.identity == identity:
             return
         if clock.now() - identity.mtime_ns / 1e9 < SETTLE:
-            raise Changing
+            raise Fresh
         above, _, name = path.rpartition(b"/")
         key = self._keys.loose(to_text(above) if above else self._default_run, to_text(name))
         info = await self._send(fd, identity, key)
@@ -172,6 +188,7 @@ class LooseMirror:
             if len(ranges) > 1:
                 return await self._send_parts(fd, identity, key, ranges, buffer)
             digest = await self._hop(_read, fd, identity, ranges[0], buffer)
+            await self._throttle.take(identity.size)
             return await self._hop(
                 self._store.put, key, buffer, condition=None, sha256=digest, metadata={SHA256: digest.hex()}
             )
@@ -185,6 +202,7 @@ class LooseMirror:
             for part in ranges:
                 body = buffer[: part.length]
                 digest = await self._hop(_read, fd, identity, part, body)
+                await self._throttle.take(part.length)
                 etag = await self._hop(self._store.upload_part, key, upload_id, part.number, body, sha256=digest)
                 sent.append(PartInfo(part.number, etag, part.length, digest))
             return await self._hop(self._store.complete_multipart, key, upload_id, sent, condition=None)

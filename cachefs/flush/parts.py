@@ -8,12 +8,12 @@ import os
 
 import xxhash
 
-from cachefs.errors import CorruptError
+from cachefs.errors import DAMAGE, CorruptError
 from cachefs.flush.plan import Range
 from cachefs.formats.records import ShardRecord
 from cachefs.staging.pins import PinReader
 
-_DAMAGE = {errno.ENOENT, errno.EIO, errno.EUCLEAN, errno.ELOOP}
+_DAMAGE = {*DAMAGE, errno.ENOENT, errno.ELOOP}
 
 
 def read_part(

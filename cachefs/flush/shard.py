@@ -100,6 +100,7 @@ class Upload:
                     digest = await doors.hop(read_part, doors.pins, record, part, buffer, whole)
                     self._check(whole)
                     self._ask()
+                    await doors.lanes.throttle.take(part.length)
                     info = await create_only(
                         doors.store, doors.hop, record.key, buffer, write_id=record.shard, sha256=digest
                     )

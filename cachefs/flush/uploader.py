@@ -16,6 +16,7 @@ from cachefs.flush.lanes import Lanes
 from cachefs.flush.orphans import Orphans, known_runs
 from cachefs.flush.progress import Dropped, Sent
 from cachefs.flush.shard import Doors, Upload
+from cachefs.flush.throttle import Throttle
 from cachefs.formats.keys import Keys
 from cachefs.formats.records import AttemptRecord, ShardRecord
 from cachefs.journal import Journal
@@ -121,6 +122,11 @@ class Flusher:
         self._failures: Counter[str] = Counter()
         self._orphan_errors: dict[str, str] = {}
 
+    @property
+    def throttle(self) -> Throttle:
+        """Return the bandwidth limit, for what else is sent beside the flush."""
+        return self._lanes.throttle
+
     def _key(self, attempt: AttemptRecord, shard: ShardRecord) -> str:
         """Return the object key of a shard: under the attempt that the owner has opened for the save."""
         return self._keys.shard(attempt.run, attempt.key, self._settings.member, shard.shard, shard.paths[0])
@@ -214,7 +220,8 @@ class Flusher:
             if pending.settled:
                 await self._journal.write(partial(progress.settle_all, pending.settled))
                 self._on_flushed()
-        except StagingError as error:  # the journal is full: what is under way goes on, the next look tries again
+        except (StagingError, UnavailableError) as error:
+            # The journal is full, or there is no thread: what is under way goes on, the next look tries again.
             self._count(error)
         self._looked.set()
         self._looked = trio.Event()

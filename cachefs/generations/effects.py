@@ -1,5 +1,6 @@
 """What the detector's actions do to the journal and the pins. A save that cannot be journaled when it opens is let go
-of; what the journal refuses later (a close, an end, a second writing) is owed: written as soon as the journal takes it.
+of, unless it is closed by then; what the journal refuses later (a close, an end, a second writing) is owed: written as
+soon as the journal takes it.
 """
 
 from __future__ import annotations
@@ -32,10 +33,12 @@ from cachefs.generations.closing import ClosedSet, Closer
 from cachefs.generations.early import EarlyUploads
 from cachefs.generations.placement import Placement
 from cachefs.generations.signals import by_name, marker_paths
-from cachefs.generations.tracked import Hints, Tracked, each
+from cachefs.generations.tracked import Hints, Tracked
 from cachefs.generations.view import TreeView
-from cachefs.journal import Journal
+from cachefs.journal import Journal, Txn
 from cachefs.staging.pins import Pins
+from cachefs.threads import in_thread
+from cachefs.waiting import each
 
 PATIENCE = 60.0
 """Seconds for which the operation that closed a save waits, with all others on its files, until they can be pinned."""
@@ -142,12 +145,16 @@ class Effects:
             opened_at=clock.now(),
             serial=0,
             baselines=baselines,
+            rewritten=save.rewritten,
             boot=self._boot,
         )
         try:
             await self._journal.write(lambda txn: attempts.insert(txn, record))
         except StagingError:
-            self._lose(save)
+            if save.closing is None:
+                self._lose(save)
+            else:  # renamed into place: done, and complete; its close brings the record along
+                save.unwritten = record
             raise
         finally:
             save.journaled.set()
@@ -171,7 +178,7 @@ class Effects:
             return each(
                 [self.end_attempt(save.attempt, f"renamed to {to_text(placement.path)}"), self._journal_open(moved)]
             )
-        save.placement = placement
+        save.move(placement)
         self.saves[placement.path] = save
         return self._journal_open(save)
 
@@ -183,6 +190,8 @@ class Effects:
 
     async def written_again(self, save: Tracked) -> None:
         """Record that an open save was written again. Raises StagingError; the record is then owed."""
+        if save.placement.temporary and not save.journaled.is_set():
+            return  # its record begins when it gets its name, and who would give it one may be the writer that waits
         await save.journaled.wait()
         try:
             await self._journal.write(lambda txn: attempts.written_again(txn, save.attempt))
@@ -228,9 +237,7 @@ class Effects:
         temp_names = preset.temp_names if preset else ()
         trackers = preset.trackers if preset else ()
         try:
-            closed = await trio.to_thread.run_sync(
-                lambda: closer.close(path, early, temp_names=temp_names, trackers=trackers)
-            )
+            closed = await in_thread(lambda: closer.close(path, early, temp_names=temp_names, trackers=trackers))
         except OSError as error:
             # The operation that closed the save is done; the training code has no part in this failure.
             reason = f"its files could not be pinned: {error.strerror}"
@@ -254,7 +261,8 @@ class Effects:
             raise
         for shard in closed.shards:
             if shard.shard not in closed.kept:
-                await trio.to_thread.run_sync(self._pins.drop, shard.attempt, shard.shard)
+                with suppress(OSError):  # then they go with the attempt
+                    await in_thread(self._pins.drop, shard.attempt, shard.shard)
         return False
 
     async def _journaled(self, save: Tracked) -> tuple[AttemptRecord, list[ShardRecord]]:
@@ -265,14 +273,22 @@ class Effects:
         except StagingError as error:
             _log.error("early uploads are not used: the journal failed", attempt=save.attempt, reason=str(error))
         with self._journal.read() as txn:
-            attempt = txn.attempts.get(save.attempt)
+            attempt = txn.attempts.get(save.attempt) or save.unwritten
         if attempt is None:
             raise AssertionError("an attempt that is being closed is in the journal")
         return msgspec.structs.replace(attempt, rewritten=save.rewritten), early
 
     async def _record(self, attempt: AttemptRecord, action: CloseSave, closed: ClosedSet) -> bool:
-        """Journal a close; False, and nothing done, when an early pin of it was dropped meanwhile."""
-        dropped = await self._journal.write(lambda txn: attempts.closed(txn, attempt, action, closed))
+        """Journal a close, and the opening if that was refused; False, and nothing done, when an early pin of it was
+        dropped meanwhile.
+        """
+
+        def write(txn: Txn) -> list[ShardRecord] | None:
+            if txn.attempts.get(attempt.attempt) is None:
+                attempts.insert(txn, attempt)
+            return attempts.closed(txn, attempt, action, closed)
+
+        dropped = await self._journal.write(write)
         if dropped is None:
             return False
         for shard in dropped:
@@ -304,7 +320,7 @@ class Effects:
     async def _write_end(self, attempt: str, reason: str, *, cancelled: bool = False) -> None:
         await self._journal.write(lambda txn: attempts.ended(txn, attempt, reason, cancelled=cancelled))
         try:
-            await trio.to_thread.run_sync(self._pins.drop_attempt, attempt)
+            await in_thread(self._pins.drop_attempt, attempt)
         except OSError as error:  # whoever removed or renamed the save has no part in it
             _log.error("the pins of an ended save are dropped later", attempt=attempt, reason=str(error))
             self._hints.over()

@@ -13,6 +13,7 @@ from cachefs.generations import attempts
 from cachefs.generations.retrying import persist
 from cachefs.journal import Journal
 from cachefs.staging.pins import Pins
+from cachefs.threads import in_thread
 
 LOOK = 5.0
 """Seconds between two looks for files that training has removed, where nothing is published."""
@@ -52,7 +53,7 @@ class Releaser:
         failed: OSError | None = None
         for attempt in over:
             try:
-                await trio.to_thread.run_sync(self._pins.drop_attempt, attempt)
+                await in_thread(self._pins.drop_attempt, attempt)
             except OSError as error:
                 failed = error
         if failed is not None:
@@ -70,6 +71,6 @@ class Releaser:
                 one.attempt for one in found if one.state is State.ABANDONED or not self._pins.has_names(one.attempt)
             ]
 
-        over = await trio.to_thread.run_sync(look)
+        over = await in_thread(look)
         if over:
             await self._journal.write(lambda txn: attempts.end_unsent(txn, over))

@@ -8,6 +8,7 @@ import errno
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import msgspec
 import structlog
@@ -21,6 +22,7 @@ from cachefs.formats.records import AttemptRecord, Identity, ShardRecord, State
 from cachefs.generations import retrying
 from cachefs.journal import Journal, Txn
 from cachefs.staging.pins import PinReader
+from cachefs.threads import in_thread
 
 THREADS = 4
 """Files that are synced and hashed at the same time: the disk commits several small ones in one go."""
@@ -74,7 +76,7 @@ class Stager:
         with self._journal.read() as txn:
             shards = txn.shards_of(attempt.attempt)
         try:
-            identities = await trio.to_thread.run_sync(self._sync, attempt, shards)
+            identities = await in_thread(self._sync, attempt, shards)
         except (CorruptError, OSError) as error:
             reason = str(error)
             if isinstance(error, OSError) and error.errno not in DAMAGE:
@@ -86,7 +88,8 @@ class Stager:
             await self._journal.write(lambda txn: _abandon(txn, attempt.attempt, reason))
         else:
             for superseded in await self._journal.write(lambda txn: _staged(txn, attempt, identities)):
-                await trio.to_thread.run_sync(self._pins.drop_attempt, superseded)
+                with suppress(OSError):  # then the mount process drops them
+                    await in_thread(self._pins.drop_attempt, superseded)
         self._staged()
         return True
 

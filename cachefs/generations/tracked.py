@@ -1,13 +1,15 @@
-"""What the tracker keeps of each save, whom it wakes, and how it waits for several things at once."""
+"""What the tracker keeps of each save, and whom it wakes."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 
 import msgspec
 import trio
 
+from cachefs.formats.records import AttemptRecord
 from cachefs.generations.placement import Placement
+from cachefs.generations.saves import moved
 from cachefs.staging.changes import Change, Kind
 
 
@@ -27,13 +29,14 @@ class Hints(msgspec.Struct, frozen=True):
 
 
 class Tracked:
-    """A save being tracked: its attempt, and the two moments others wait for. `lost` when it could not be journaled.
+    """A save being tracked: its attempt, and the two moments others wait for. `lost` when it could not be journaled;
+    `unwritten` is the record that the journal refused although the save is closing.
 
     `finished` are the paths of files that were whole at some time, `rewritten` says that one of them was written again:
     from then on the save may be the next one of its name.
     """
 
-    __slots__ = ("attempt", "closing", "finished", "journaled", "lost", "placement", "rewritten")
+    __slots__ = ("attempt", "closing", "finished", "journaled", "lost", "placement", "rewritten", "unwritten")
 
     def __init__(self, attempt: str, placement: Placement) -> None:
         self.attempt = attempt
@@ -41,8 +44,21 @@ class Tracked:
         self.journaled = trio.Event()
         self.closing: trio.Event | None = None
         self.lost = False
+        self.unwritten: AttemptRecord | None = None
         self.finished: set[bytes] = set()
         self.rewritten = False
+
+    def move(self, placement: Placement) -> None:
+        """Take the name that the save has now.
+
+        A directory is renamed into place once, by who has written all of it: how often its files were written under the
+        temporary name (Orbax writes `_CHECKPOINT_METADATA` three times) makes no second save of it. What is written
+        again under the new name does.
+        """
+        old, self.placement = self.placement, placement
+        self.finished = {moved(path, old.path, placement.path) for path in self.finished}
+        if old.temporary and not placement.temporary:
+            self.rewritten = False
 
     def note(self, change: Change) -> None:
         """Take in a change of a file of the save."""
@@ -58,15 +74,3 @@ class Tracked:
                 if change.kind is Kind.RENAMED:
                     self.finished.discard(change.old)  # a temporary name is used again for the next file
                 self.finished.add(change.path)
-
-
-async def each(waiting: list[Awaitable[None]]) -> None:
-    """Await every one, also when one fails: each may hold a gate. Raises the first error afterwards."""
-    failed: BaseException | None = None
-    for one in waiting:
-        try:
-            await one
-        except BaseException as error:
-            failed = failed or error
-    if failed is not None:
-        raise failed

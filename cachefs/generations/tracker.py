@@ -25,13 +25,14 @@ from cachefs.generations.effects import Effects
 from cachefs.generations.outlived import Outlived
 from cachefs.generations.placement import Placer
 from cachefs.generations.retrying import persist
-from cachefs.generations.tracked import Hints, Tracked, each
+from cachefs.generations.tracked import Hints, Tracked
 from cachefs.generations.view import TreeView
 from cachefs.journal import Journal
 from cachefs.link import CloseSave as CloseFrom
 from cachefs.staging.changes import Change, Kind
 from cachefs.staging.pins import Pins
 from cachefs.staging.walking import open_directory
+from cachefs.waiting import each
 
 _log = structlog.get_logger(__name__)
 _REWRITES = (Kind.OPENED, Kind.TRUNCATED)

@@ -6,7 +6,6 @@ import errno
 import os
 import stat as stat_module
 from collections.abc import Callable
-from typing import TypeVar, TypeVarTuple
 
 import trio
 
@@ -17,11 +16,10 @@ from cachefs.mount.kernel import drops_privileges
 from cachefs.mount.namespace import Entry, Namespace
 from cachefs.mount.threads import frees_slowly
 from cachefs.mount.tree import Caller, Tree
-from cachefs.staging.changes import Kind
+from cachefs.staging.changes import Change, Kind
+from cachefs.threads import Arguments, Result, in_thread
 
 _WRITING = os.O_WRONLY | os.O_RDWR
-Arguments = TypeVarTuple("Arguments")
-Result = TypeVar("Result")
 
 
 class Content:
@@ -68,9 +66,10 @@ class Content:
         node.fresh = True
         try:
             await self._report(Kind.CREATED, [path], node)
-        except CachefsError:
+        except Exception:
             await self._take_back(fd)
             self._table.forget(node.id, 1)
+            self._tree.name_changed((parent, name))
             raise
         return fd, entry
 
@@ -97,7 +96,7 @@ class Content:
                 await self._report(kind, self._table.paths_of(node), node)
                 if cut:
                     await self._resize(fd, 0)
-            except (OSError, CachefsError):
+            except Exception:
                 await self._take_back(fd)
                 raise
         return fd
@@ -111,9 +110,13 @@ class Content:
 
     async def _report(self, kind: Kind, paths: list[bytes], node: Node) -> None:
         """Report a change of a file's bytes, and that it is finished when no writable handle will say so."""
-        await self._tree.after_all(kind, paths, node.writers)
+        changes = [Change(kind, path, writers=node.writers) for path in paths]
         if node.writers == 0:
-            await self._tree.after_all(Kind.CLOSED, self._table.paths_of(node))
+            changes += self._closed(node)
+        await self._tree.after(*changes)
+
+    def _closed(self, node: Node) -> list[Change]:
+        return [Change(Kind.CLOSED, path) for path in self._table.paths_of(node)]
 
     def _open_staged(self, node: Node, flags: int) -> int:
         if node.names:
@@ -148,7 +151,8 @@ class Content:
         self._tree.handles.hold(fd, node)  # until it is done, the file is open for writing
         try:
             if writer is None:
-                await self._tree.after_all(Kind.TRUNCATED, self._table.paths_of(node), node.writers)
+                paths = self._table.paths_of(node)
+                await self._tree.after(*(Change(Kind.TRUNCATED, path, writers=node.writers) for path in paths))
             await self._resize(fd, size)
             if unprivileged:
                 self._drop_privileges(fd, node)
@@ -158,7 +162,7 @@ class Content:
     async def _resize(self, fd: int, size: int) -> None:
         """Set the size of a file that a writer holds open."""
         if frees_slowly(os.fstat(fd), size):
-            await trio.to_thread.run_sync(os.ftruncate, fd, size, limiter=self._tree.threads.frees)
+            await in_thread(os.ftruncate, fd, size, limiter=self._tree.threads.frees)
         else:
             os.ftruncate(fd, size)
 
@@ -180,11 +184,11 @@ class Content:
         finished = closed.counts and node.writers == 0
         if finished and ask and self._tree.mapped.hold(node):
             return
-        paths = self._table.paths_of(node)
+        changes = self._closed(node) if finished else []
         self._table.released(node)
         try:
             if finished:
-                await self._tree.after_all(Kind.CLOSED, paths)
+                await self._tree.after(*changes)
         finally:
             await self._tree.threads.let_go(closed.left)
 
@@ -201,13 +205,20 @@ class Content:
 
     async def fsync_directory(self, node: Node) -> None:
         """Return when the entries of a directory, and its own name, are on the disk."""
-        await self._in_thread(_sync_directory, os.dup(self._table.descriptor(node)))
+        await self._sync_directory(node)
         await self._sync_names(node)
         await self._tree.observer.durable()
 
     async def _in_thread(self, call: Callable[[*Arguments], Result], *arguments: *Arguments) -> Result:
         """Wait for a call that waits for the disk, behind no other kind of call."""
-        return await trio.to_thread.run_sync(call, *arguments, limiter=self._tree.threads.syncs)
+        return await in_thread(call, *arguments, limiter=self._tree.threads.syncs)
+
+    async def _sync_directory(self, node: Node) -> None:
+        fd = os.dup(self._table.descriptor(node))  # the node may be forgotten while the thread works
+        try:
+            await self._in_thread(_sync_directory, fd)
+        finally:
+            os.close(fd)
 
     async def _sync_names(self, node: Node) -> None:
         """Return when a node's name, and those of the directories above it, are on the disk."""
@@ -227,8 +238,7 @@ class Content:
             event = self._syncing[node.id] = trio.Event()
             node.fresh = False
             try:
-                parent = self._table.descriptor(self._table.node(node.names[-1][0]))
-                await self._in_thread(_sync_directory, os.dup(parent))
+                await self._sync_directory(self._table.node(node.names[-1][0]))
             except BaseException:
                 node.fresh = True
                 raise
@@ -242,8 +252,6 @@ def _sync_directory(path_fd: int) -> None:
         fd = os.open(b".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=path_fd)
     except FileNotFoundError:
         return  # removed meanwhile: nothing is left to be durable
-    finally:
-        os.close(path_fd)
     try:
         os.fsync(fd)
     finally:

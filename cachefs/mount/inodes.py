@@ -3,19 +3,25 @@
 A node id is the staging inode number at the time the node was first seen. It stays when the node gets a fresh inode (a
 pinned file that is opened for writing), so that the kernel and the user see one stable file. Work on a node goes
 through the descriptor of its directory and its name there; names follow every rename, and a directory's own descriptor
-is opened when first needed and stays right when the directory moves. Files cost no descriptor until they are opened.
+is opened when first needed and stays right when the directory moves. Files cost no descriptor until they are opened,
+and of directories only those in use: the kernel remembers all that it ever visited.
 """
 
 from __future__ import annotations
 
 import errno
 import os
+import resource
+from collections import OrderedDict
 from itertools import count
 
 from cachefs.mount.kernel import directory_closing, directory_opened
 
 ROOT_ID = 1
 """The kernel's node id of the mount root (FUSE_ROOT_ID, fuse_kernel.h)."""
+
+LEAST_OPEN = 16
+"""Descriptors of directories that may always be open: more than one operation works with."""
 
 Name = tuple[int, bytes]
 """A directory entry: the parent's node id, and the name in it."""
@@ -74,6 +80,12 @@ class Node:
         self.path_stamp = -1
 
 
+def descriptors() -> int:
+    """Return how many descriptors directories may take: half of what the process may have, files get the others."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return 1 << 30 if limit == resource.RLIM_INFINITY else max(limit // 2, LEAST_OPEN)
+
+
 class InodeTable:
     """All nodes. Only used from the FUSE loop; no method waits."""
 
@@ -85,6 +97,10 @@ class InodeTable:
         self._nodes: dict[int, Node] = {ROOT_ID: self.root}
         self._by_ino: dict[int, Node] = {stat.st_ino: self.root}
         self._entries: dict[Name, Node] = {}
+        self.most_open = descriptors()
+        """Beyond so many, the descriptors of directories are closed that were not used for longest."""
+        self._opened: OrderedDict[int, Node] = OrderedDict()
+        """The directories with a descriptor, the one used last at the end."""
         self._spare = count(1 << 62)
         self._moves = 0
 
@@ -160,9 +176,8 @@ class InodeTable:
             for key in list(node.names):
                 self._unname(key)
                 unsure.append(self._nodes[key[0]])
-            if node.dir_fd >= 0:
-                directory_closing(node.id)
-                os.close(node.dir_fd)
+            self._opened.pop(node.id, None)
+            self._close(node)
 
     def removed(self, parent: int, name: bytes, *, last: bool = False) -> None:
         """Take a name away from the node it stood for.
@@ -199,11 +214,18 @@ class InodeTable:
         self._by_ino[ino] = node
 
     def descriptor(self, node: Node) -> int:
-        """Return the descriptor of a directory node, for `*at` calls. Raises ENOTDIR, ENOENT for a removed
-        directory.
+        """Return the descriptor of a directory node, for `*at` calls; until the next wait, and at most LEAST_OPEN of
+        them. Raises ENOTDIR, ENOENT for a removed directory.
         """
         if not node.is_dir:
             raise OSError(errno.ENOTDIR, "not a directory")
+        if node.dir_fd < 0:
+            self._open(node)
+        if node.id in self._opened:
+            self._opened.move_to_end(node.id)
+        return node.dir_fd
+
+    def _open(self, node: Node) -> None:
         closed = []
         above = node
         while above.dir_fd < 0:
@@ -214,7 +236,20 @@ class InodeTable:
             flags = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
             one.dir_fd = os.open(name, flags, dir_fd=self._nodes[parent].dir_fd)
             directory_opened(one.id, one.dir_fd)
-        return node.dir_fd
+            self._opened[one.id] = one
+            self._opened.move_to_end(one.id, last=False)  # nobody works in those on the way: they go first
+        self._opened.move_to_end(node.id)
+        while len(self._opened) > self.most_open:
+            _, unused = self._opened.popitem(last=False)
+            if unused.names:  # else it is never found again
+                self._close(unused)
+
+    @staticmethod
+    def _close(node: Node) -> None:
+        if node.dir_fd >= 0:
+            directory_closing(node.id)
+            os.close(node.dir_fd)
+            node.dir_fd = -1
 
     def at(self, node: Node) -> tuple[int, bytes]:
         """Return the directory descriptor and the name to reach a node by. Raises ENOENT when it has no name left."""

@@ -77,7 +77,7 @@ class Mapped:
                 self.ended(node)
                 try:
                     await self.release(fd)
-                except CachefsError:
+                except (OSError, CachefsError):
                     pass  # the journal's, which owes it from now on; of a release nobody is told
 
     async def run(self) -> None:

@@ -83,7 +83,7 @@ class Namespace:
         self._tree.give_to(caller, above, name, mode, dir_fd=dir_fd)
         entry = self._entry(above, name)
         entry[0].fresh = True
-        await self._tree.after(Change(Kind.MADE_DIR, path, is_dir=True))
+        await self._tree.after(Change(Kind.MADE_DIR, path, is_dir=True), names=[(parent, name)], made=entry[0])
         return entry
 
     async def mknod(self, parent: int, name: bytes, mode: int, rdev: int, caller: Caller) -> Entry:
@@ -100,8 +100,8 @@ class Namespace:
         entry = self._entry(above, name)
         entry[0].fresh = True
         if regular:
-            await self._tree.after(Change(Kind.CREATED, path))
-            await self._tree.after(Change(Kind.CLOSED, path))
+            changes = [Change(Kind.CREATED, path), Change(Kind.CLOSED, path)]
+            await self._tree.after(*changes, names=[(parent, name)], made=entry[0])
         return entry
 
     async def symlink(self, parent: int, name: bytes, target: bytes, caller: Caller) -> Entry:
@@ -112,7 +112,8 @@ class Namespace:
         os.symlink(target, name, dir_fd=dir_fd)
         self._tree.give_to(caller, above, name, None, dir_fd=dir_fd)
         entry = self._entry(above, name)
-        await self._tree.after(Change(Kind.SYMLINKED, path, target=target))
+        change = Change(Kind.SYMLINKED, path, target=target)
+        await self._tree.after(change, names=[(parent, name)], made=entry[0])
         return entry
 
     def readlink(self, ident: int) -> bytes:
@@ -130,7 +131,8 @@ class Namespace:
         os.link(src_name, name, src_dir_fd=src_fd, dst_dir_fd=self._table.descriptor(above), follow_symlinks=False)
         entry = self._entry(above, name)
         node.fresh = True
-        await self._tree.after(Change(Kind.LINKED, path, old=old, writers=node.writers))
+        change = Change(Kind.LINKED, path, old=old, writers=node.writers)
+        await self._tree.after(change, names=[(parent, name)], made=entry[0])
         return entry
 
     async def unlink(self, parent: int, name: bytes) -> None:
@@ -143,7 +145,7 @@ class Namespace:
         try:
             os.unlink(name, dir_fd=dir_fd)
             self._table.removed(parent, name, last=last)
-            await self._tree.after(Change(Kind.REMOVED, path))
+            await self._tree.after(Change(Kind.REMOVED, path), names=[(parent, name)])
         finally:
             await self._tree.threads.let_go(held)
 
@@ -166,7 +168,7 @@ class Namespace:
             self._table.descriptor(node)  # whoever is in it still sees it
         os.rmdir(name, dir_fd=self._table.descriptor(above))
         self._table.removed(parent, name, last=True)
-        await self._tree.after(Change(Kind.REMOVED, path, is_dir=True))
+        await self._tree.after(Change(Kind.REMOVED, path, is_dir=True), names=[(parent, name)])
 
     async def rename(self, old_parent: int, old_name: bytes, parent: int, name: bytes, flags: int) -> None:
         """Rename, with RENAME_NOREPLACE or RENAME_EXCHANGE. The file may be open, for writing too."""
@@ -187,8 +189,9 @@ class Namespace:
             _renameat2(source_fd, old_name, target_fd, name, flags)
             assert replaced is not None
             self._table.exchanged(one, two)
-            await self._tree.after(self._moved(two, replaced_by=stat, old=old, new=new))
-            await self._tree.after(self._moved(one, replaced_by=replaced, old=new, new=old))
+            there = self._moved(two, replaced_by=stat, old=old, new=new)
+            back = self._moved(one, replaced_by=replaced, old=new, new=old)
+            await self._tree.after(there, back, names=[one, two])
             return
         held = hold(name, target_fd, replaced)
         try:
@@ -197,7 +200,7 @@ class Namespace:
             else:
                 os.rename(old_name, name, src_dir_fd=source_fd, dst_dir_fd=target_fd)
             self._table.renamed(one, two, last=last)
-            await self._tree.after(self._moved(two, replaced_by=stat, old=old, new=new))
+            await self._tree.after(self._moved(two, replaced_by=stat, old=old, new=new), names=[one, two])
         finally:
             await self._tree.threads.let_go(held)
 

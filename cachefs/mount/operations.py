@@ -7,12 +7,13 @@ import os
 from collections.abc import Sequence
 
 import pyfuse3
+import structlog
 from pyfuse3 import EntryAttributes, FileHandleT, FileInfo, FileNameT, FlagT, FUSEError, InodeT, ModeT, RequestContext
 
 from cachefs.errors import CachefsError
 from cachefs.mount.attributes import Attributes, Update
 from cachefs.mount.content import Content
-from cachefs.mount.inodes import Node
+from cachefs.mount.inodes import Name, Node
 from cachefs.mount.namespace import Entry, Namespace
 from cachefs.mount.tree import Caller, Tree
 
@@ -20,6 +21,7 @@ TIMEOUT = 300.0
 """Seconds that the kernel may use a name or attributes without asking: the daemon is the only one who changes them, but
 for files that are written past it.
 """
+_log = structlog.get_logger(__name__)
 
 
 def _attributes_changed(node: Node) -> None:
@@ -29,8 +31,20 @@ def _attributes_changed(node: Node) -> None:
         pass  # the kernel has forgotten the file already, or the mount is gone
 
 
-def _failed(error: OSError | CachefsError) -> FUSEError:
-    return FUSEError(error.errno or errno.EIO)
+def _name_changed(name: Name) -> None:
+    parent, own = name
+    try:
+        # In a thread of its own: the kernel waits until the request that is being handled is answered.
+        pyfuse3.invalidate_entry_async(InodeT(parent), FileNameT(own), ignore_enoent=True)
+    except RuntimeError:
+        pass  # there is no thread just now: the kernel asks when its time is over
+
+
+def _failed(error: Exception) -> FUSEError:
+    if isinstance(error, (OSError, CachefsError)):
+        return FUSEError(error.errno or errno.EIO)
+    _log.exception("a request failed", exc_info=error)  # one caller's error must not end the mount
+    return FUSEError(errno.EIO)
 
 
 class Operations(pyfuse3.Operations):
@@ -48,6 +62,7 @@ class Operations(pyfuse3.Operations):
         self._content = Content(tree, self._namespace)
         self._attributes = Attributes(tree, self._content)
         tree.attributes_changed = tree.mapped.ended = _attributes_changed
+        tree.name_changed = _name_changed
 
     def init(self) -> None:
         """Called when the kernel has said what it offers."""
@@ -81,24 +96,27 @@ class Operations(pyfuse3.Operations):
     async def lookup(self, parent_inode: InodeT, name: FileNameT, ctx: RequestContext) -> EntryAttributes:
         try:
             entry = self._namespace.lookup(parent_inode, name)
-        except OSError as error:
+            if entry is not None:
+                return self._reply(entry)
+        except Exception as error:
             raise _failed(error) from None
-        if entry is None:
-            absent = EntryAttributes()
-            absent.st_ino = 0  # the kernel remembers that there is nothing
-            absent.entry_timeout = TIMEOUT
-            return absent
-        return self._reply(entry)
+        absent = EntryAttributes()
+        absent.st_ino = 0  # the kernel remembers that there is nothing
+        absent.entry_timeout = TIMEOUT
+        return absent
 
     async def forget(self, inode_list: Sequence[tuple[InodeT, int]]) -> None:
         for inode, lookups in inode_list:
-            self._table.forget(inode, lookups)
+            try:
+                self._table.forget(inode, lookups)
+            except Exception as error:
+                _failed(error)  # nobody waits for an answer
 
     async def getattr(self, inode: InodeT, ctx: RequestContext) -> EntryAttributes:
         try:
             node = self._table.node(inode)
             return self._attr(node, self._tree.stat(node))
-        except OSError as error:
+        except Exception as error:
             raise _failed(error) from None
 
     async def setattr(
@@ -120,13 +138,13 @@ class Operations(pyfuse3.Operations):
         try:
             node = self._table.node(inode)
             return self._attr(node, await self._attributes.update(node, update))
-        except (OSError, CachefsError) as error:
+        except Exception as error:
             raise _failed(error) from None
 
     async def readlink(self, inode: InodeT, ctx: RequestContext) -> FileNameT:
         try:
             return self._namespace.readlink(inode)
-        except OSError as error:
+        except Exception as error:
             raise _failed(error) from None
 
     async def mknod(
@@ -135,25 +153,25 @@ class Operations(pyfuse3.Operations):
         try:
             caller = Caller(ctx.uid, ctx.gid)
             return self._reply(await self._namespace.mknod(parent_inode, name, mode, rdev, caller))
-        except (OSError, CachefsError) as error:
+        except Exception as error:
             raise _failed(error) from None
 
     async def mkdir(self, parent_inode: InodeT, name: FileNameT, mode: ModeT, ctx: RequestContext) -> EntryAttributes:
         try:
             return self._reply(await self._namespace.mkdir(parent_inode, name, mode, Caller(ctx.uid, ctx.gid)))
-        except (OSError, CachefsError) as error:
+        except Exception as error:
             raise _failed(error) from None
 
     async def unlink(self, parent_inode: InodeT, name: FileNameT, ctx: RequestContext) -> None:
         try:
             await self._namespace.unlink(parent_inode, name)
-        except (OSError, CachefsError) as error:
+        except Exception as error:
             raise _failed(error) from None
 
     async def rmdir(self, parent_inode: InodeT, name: FileNameT, ctx: RequestContext) -> None:
         try:
             await self._namespace.rmdir(parent_inode, name)
-        except (OSError, CachefsError) as error:
+        except Exception as error:
             raise _failed(error) from None
 
     async def symlink(
@@ -161,7 +179,7 @@ class Operations(pyfuse3.Operations):
     ) -> EntryAttributes:
         try:
             return self._reply(await self._namespace.symlink(parent_inode, name, target, Caller(ctx.uid, ctx.gid)))
-        except (OSError, CachefsError) as error:
+        except Exception as error:
             raise _failed(error) from None
 
     async def rename(
@@ -175,7 +193,7 @@ class Operations(pyfuse3.Operations):
     ) -> None:
         try:
             await self._namespace.rename(parent_inode_old, name_old, parent_inode_new, name_new, flags)
-        except (OSError, CachefsError) as error:
+        except Exception as error:
             raise _failed(error) from None
 
     async def link(
@@ -183,7 +201,7 @@ class Operations(pyfuse3.Operations):
     ) -> EntryAttributes:
         try:
             return self._reply(await self._namespace.link(inode, new_parent_inode, new_name))
-        except (OSError, CachefsError) as error:
+        except Exception as error:
             raise _failed(error) from None
 
     async def create(
@@ -192,28 +210,27 @@ class Operations(pyfuse3.Operations):
         try:
             caller = Caller(ctx.uid, ctx.gid)
             handle, entry = await self._content.create(parent_inode, name, mode, flags, caller)
-        except (OSError, CachefsError) as error:
+            return self._info(handle), self._reply(entry)
+        except Exception as error:
             raise _failed(error) from None
-        return self._info(handle), self._reply(entry)
 
     async def open(self, inode: InodeT, flags: FlagT, ctx: RequestContext) -> FileInfo:
         try:
-            handle = await self._content.open(inode, flags)
-        except (OSError, CachefsError) as error:
+            return self._info(await self._content.open(inode, flags))
+        except Exception as error:
             raise _failed(error) from None
-        return self._info(handle)
 
     async def read(self, fh: FileHandleT, off: int, size: int) -> bytes:
         try:
             return self._content.read(fh, off, size)
-        except OSError as error:
+        except Exception as error:
             raise _failed(error) from None
 
     async def write(self, fh: FileHandleT, off: int, buf: bytes) -> int:
         try:
             written = self._content.write_now(fh, off, buf)
             return await self._content.write(fh, off, buf) if written is None else written
-        except OSError as error:
+        except Exception as error:
             raise _failed(error) from None
 
     async def flush(self, fh: FileHandleT) -> None:
@@ -222,19 +239,19 @@ class Operations(pyfuse3.Operations):
     async def release(self, fh: FileHandleT) -> None:
         try:
             await self._content.release(fh)
-        except (OSError, CachefsError) as error:
+        except Exception as error:
             raise _failed(error) from None
 
     async def fsync(self, fh: FileHandleT, datasync: bool) -> None:
         try:
             await self._content.fsync(fh, data_only=datasync)
-        except (OSError, CachefsError) as error:
+        except Exception as error:
             raise _failed(error) from None
 
     async def opendir(self, inode: InodeT, ctx: RequestContext) -> FileHandleT:
         try:
             return self._namespace.opendir(inode)
-        except OSError as error:
+        except Exception as error:
             raise _failed(error) from None
 
     async def readdir(self, fh: FileHandleT, start_id: int, token: pyfuse3.ReaddirToken) -> None:
@@ -246,20 +263,26 @@ class Operations(pyfuse3.Operations):
                 if not pyfuse3.readdir_reply(token, name, self._reply(entry), following):
                     self._namespace.unlisted(entry[0])
                     return
-        except OSError as error:
+        except Exception as error:
             raise _failed(error) from None
 
     async def releasedir(self, fh: FileHandleT) -> None:
-        self._namespace.releasedir(fh)
+        try:
+            self._namespace.releasedir(fh)
+        except Exception as error:
+            raise _failed(error) from None
 
     async def fsyncdir(self, fh: FileHandleT, datasync: bool) -> None:
         try:
             await self._content.fsync_directory(self._namespace.listing_node(fh))
-        except (OSError, CachefsError) as error:
+        except Exception as error:
             raise _failed(error) from None
 
     async def statfs(self, ctx: RequestContext) -> pyfuse3.StatvfsData:
-        stat = os.fstatvfs(self._tree.fd)
+        try:
+            stat = os.fstatvfs(self._tree.fd)
+        except Exception as error:
+            raise _failed(error) from None
         data = pyfuse3.StatvfsData()
         data.f_bsize = stat.f_bsize
         data.f_frsize = stat.f_frsize
@@ -275,23 +298,23 @@ class Operations(pyfuse3.Operations):
     async def getxattr(self, inode: InodeT, name: bytes, ctx: RequestContext) -> bytes:
         try:
             return self._attributes.getxattr(self._table.node(inode), os.fsdecode(name))
-        except OSError as error:
+        except Exception as error:
             raise _failed(error) from None
 
     async def listxattr(self, inode: InodeT, ctx: RequestContext) -> Sequence[bytes]:
         try:
             return [os.fsencode(name) for name in self._attributes.listxattr(self._table.node(inode))]
-        except OSError as error:
+        except Exception as error:
             raise _failed(error) from None
 
     async def setxattr(self, inode: InodeT, name: bytes, value: bytes, ctx: RequestContext) -> None:
         try:
             await self._attributes.setxattr(self._table.node(inode), os.fsdecode(name), value)
-        except (OSError, CachefsError) as error:
+        except Exception as error:
             raise _failed(error) from None
 
     async def removexattr(self, inode: InodeT, name: bytes, ctx: RequestContext) -> None:
         try:
             self._attributes.removexattr(self._table.node(inode), os.fsdecode(name))
-        except OSError as error:
+        except Exception as error:
             raise _failed(error) from None

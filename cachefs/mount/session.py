@@ -14,9 +14,11 @@ import trio
 
 from cachefs.errors import MountpointError
 from cachefs.formats.names import to_text
+from cachefs.mount.inodes import descriptors
 from cachefs.mount.operations import Operations
 from cachefs.mount.threads import REQUESTS
 from cachefs.mount.tree import Tree
+from cachefs.threads import in_thread
 
 TYPE = "fuse.cachefs"
 """The file system type that `mount` and /proc/self/mountinfo show."""
@@ -154,6 +156,7 @@ class Session:
         # Every open file and every directory in use costs a descriptor; the usual soft limit is for select(2).
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+        self._tree.table.most_open = descriptors()
         try:
             pyfuse3.init(self._operations, str(self._mountpoint), self._options)
         except RuntimeError as error:
@@ -178,8 +181,8 @@ class Session:
         """
         if self._mounted:
             try:
-                await trio.to_thread.run_sync(unmount, self._mountpoint)
-            except MountpointError:
+                await in_thread(unmount, self._mountpoint)
+            except (MountpointError, OSError):
                 pass  # `stop` tries again
             await trio.sleep(GRACE)
         if self._mounted:  # afterwards the library would touch freed memory

@@ -9,6 +9,8 @@ import stat as stat_module
 
 import trio
 
+from cachefs.threads import NoThread, in_thread
+
 LARGE = 16 << 20
 """Bytes of blocks from which they are freed in a thread: ext4 takes milliseconds for them, and seconds for the hundreds
 of GB of a checkpoint; a thread takes a tenth of a millisecond, which small files are spared.
@@ -34,7 +36,10 @@ class Threads:
         """Close a descriptor that may be the last of a large file; -1 for none."""
         if fd >= 0:
             with trio.CancelScope(shield=True):
-                await trio.to_thread.run_sync(os.close, fd, limiter=self.frees)
+                try:
+                    await in_thread(os.close, fd, limiter=self.frees)
+                except NoThread:  # late for others is better than never
+                    os.close(fd)
 
 
 def frees_slowly(stat: os.stat_result, kept: int = 0) -> bool:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import errno
 import os
 import stat as stat_module
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 import trio
 
 from cachefs.mount.handles import Handles
-from cachefs.mount.inodes import InodeTable, Node
+from cachefs.mount.inodes import InodeTable, Name, Node
 from cachefs.mount.kernel import Passthrough
 from cachefs.mount.mapped import Mapped
 from cachefs.mount.observer import Observer
@@ -19,6 +19,8 @@ from cachefs.mount.threads import Threads
 from cachefs.staging.changes import Change, Kind
 from cachefs.staging.layout import Staging
 from cachefs.staging.pins import Pins
+from cachefs.threads import in_thread
+from cachefs.waiting import each
 
 
 class Caller:
@@ -48,6 +50,10 @@ class Tree:
         self._scratch = staging.scratch
         self.attributes_changed: Callable[[Node], None] = lambda node: None
         """Called when the daemon itself changed attributes that the kernel may hold."""
+        self.name_changed: Callable[[Name], None] = lambda name: None
+        """Called when what a name stands for changed although its caller was told of an error: the kernel believes
+        that it did not.
+        """
         self._releasing: dict[int, trio.Event] = {}
         self._privileged = os.geteuid() == 0
 
@@ -123,18 +129,23 @@ class Tree:
                 return waiting
         return None
 
-    async def after(self, change: Change) -> None:
-        """Tell the observer, and wait for what must happen before the caller gets its answer."""
-        waiting = self.observer.after(change)
-        if waiting is not None:
-            await waiting
+    async def after(self, *changes: Change, names: Sequence[Name] = (), made: Node | None = None) -> None:
+        """Tell the observer, and wait for what must happen before the caller gets its answer. Nothing runs between what
+        is told of one change and of the next; all are told and waited for, also when one fails.
 
-    async def after_all(self, kind: Kind, paths: list[bytes], writers: int = 0) -> None:
-        """The same for a file with these names; nothing runs between what is told of one name and of the next."""
-        changes = [Change(kind, path, writers=writers) for path in paths]
-        for waiting in [self.observer.after(change) for change in changes]:
-            if waiting is not None:
-                await waiting
+        `names` stand for something else now, `made` is the node that the reply gives to the kernel: when this raises,
+        the kernel gets nothing, and asks for the names again.
+        """
+        try:
+            waiting = [one for change in changes if (one := self.observer.after(change)) is not None]
+            if waiting:
+                await each(waiting)
+        except Exception:
+            if made is not None:
+                self.table.forget(made.id, 1)
+            for name in names:
+                self.name_changed(name)
+            raise
 
     async def _unpin(self, node: Node, *, emptied: bool) -> bool:
         """Free a node's inode from its pins before its bytes change; return whether that took a wait.
@@ -159,7 +170,7 @@ class Tree:
             return False
         event = self._releasing[node.id] = trio.Event()
         try:
-            await trio.to_thread.run_sync(self.pins.release_inode, node.ino, limiter=self.threads.copies)
+            await in_thread(self.pins.release_inode, node.ino, limiter=self.threads.copies)
         finally:
             del self._releasing[node.id]
             event.set()

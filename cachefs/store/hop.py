@@ -12,6 +12,9 @@ from typing import Any, Protocol, TypeVar
 
 import trio
 
+from cachefs.errors import UnavailableError
+from cachefs.threads import NoThread, in_thread
+
 T = TypeVar("T")
 
 
@@ -30,8 +33,11 @@ class Threads:
         self._limiter = trio.CapacityLimiter(limit)
 
     async def __call__(self, fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """Run the call in a worker thread."""
-        return await trio.to_thread.run_sync(partial(fn, *args, **kwargs), limiter=self._limiter)
+        """Run the call in a worker thread. Raises UnavailableError when there is none: nothing was called."""
+        try:
+            return await in_thread(partial(fn, *args, **kwargs), limiter=self._limiter)
+        except NoThread as error:
+            raise UnavailableError(str(error), reason="threads") from error
 
 
 class Inline:

@@ -9,13 +9,14 @@ import pytest
 import trio
 
 from cachefs.flush.loose import LooseMirror
+from cachefs.flush.throttle import Throttle
 from cachefs.store.hop import Inline
 from tests.flush.world import PART, World, content
 from tests.store.faults import Call, Rule, denied, lost_answer, rules, throttled
 
 
 class Mirror:
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, throttle: Throttle | None = None) -> None:
         self.world = world
         self.tree = world.staging.tree
         self.loose = LooseMirror(
@@ -27,6 +28,7 @@ class Mirror:
             "default",
             interval=30,
             part_size=PART,
+            throttle=throttle,
             is_loose=lambda path: b"step-" not in path,
         )
 
@@ -124,6 +126,42 @@ async def test_a_file_that_changes_while_it_is_read_is_read_again(
     mirror.write("b", b"")
     await mirror.settle()
     assert mirror.world.memory.list_multiparts("") == []
+
+
+@pytest.mark.parametrize("size", [PART // 2, 4 * PART])
+async def test_a_file_that_never_stops_changing_is_not_read_again_and_again(
+    autojump_clock, mirror: Mirror, size: int, monkeypatch: pytest.MonkeyPatch
+):
+    """Else a large one would be sent all the time, and never to its end; others are mirrored meanwhile."""
+    file = mirror.write("a/f", content(size))
+    real, began = os.preadv, []
+
+    def preadv(fd, buffers, offset):
+        if os.fstat(fd).st_ino == file.stat().st_ino:
+            if offset == 0:
+                began.append(trio.current_time())
+            os.utime(file, ns=(len(began), len(began) * 1000 + offset))
+        return real(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    async with mirror.running():
+        await trio.sleep(40)
+        mirror.write("b/f", b"1")
+        await mirror.world.until(lambda: mirror.body("runs/b/loose/f") == b"1", seconds=10)
+        await trio.sleep(400)
+        assert [round(at - began[0]) for at in began] == [0, 30, 90, 210]
+        monkeypatch.undo()
+        await mirror.world.until(lambda: mirror.body("runs/a/loose/f") == content(size))
+
+
+@pytest.mark.parametrize("size", [PART // 2, 4 * PART])
+async def test_mirrors_keep_to_the_bandwidth(autojump_clock, world: World, size: int):
+    mirror = Mirror(world, Throttle(PART))
+    for number in range(4):
+        mirror.write(f"a/{number}", content(size))
+    began = trio.current_time()
+    await mirror.settle()
+    assert trio.current_time() - began >= 4 * size / PART - 1, "the last part may go at once"
 
 
 @pytest.mark.parametrize("size", [5, 3 * PART])

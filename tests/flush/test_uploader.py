@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 
@@ -9,6 +10,7 @@ import msgspec
 import pytest
 import trio
 
+from cachefs.errors import DAMAGE
 from cachefs.formats.records import State
 from tests.flush.world import PART, World, content, xxh3
 
@@ -110,6 +112,36 @@ async def test_damaged_files_end_their_save_and_no_other(autojump_clock, world: 
     assert world.shard("bad", "f").error == bad.error
     assert world.memory.head(world.shard("bad", "f").key) is None
     assert world.flusher.statistics().abandoned == 1
+
+
+@pytest.mark.parametrize("size", [PART // 2, PART, 5 * PART])
+async def test_files_of_every_size_keep_to_the_bandwidth(autojump_clock, world: World, size: int):
+    world.settings = msgspec.structs.replace(world.settings, bandwidth=PART)
+    world.restart()
+    world.save("a", {f"f{number}": content(size, number) for number in range(8)})
+    began = trio.current_time()
+    await world.drained()
+    world.check("a")
+    assert trio.current_time() - began >= 8 * size / PART - min(size / PART, 1), "the last part may go at once"
+
+
+@pytest.mark.parametrize("code", sorted({*DAMAGE, errno.ENOENT, errno.ELOOP}))
+async def test_a_file_that_the_disk_has_lost_ends_its_save_and_no_other(
+    autojump_clock, world: World, monkeypatch: pytest.MonkeyPatch, code: int
+):
+    world.save("bad", {"f": content(9)})
+    world.save("good", {"f": content(2 * PART)})
+    bad, read = world.file("bad", "f").stat().st_ino, os.preadv
+
+    def preadv(fd, buffers, offset):
+        if os.fstat(fd).st_ino == bad:
+            raise OSError(code, os.strerror(code))
+        return read(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    await world.drained(600)
+    world.check("good")
+    assert world.attempt("bad").state is State.ABANDONED
 
 
 async def test_a_time_that_was_set_later_is_no_damage_when_the_hash_agrees(autojump_clock, world: World):

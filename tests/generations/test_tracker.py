@@ -8,6 +8,7 @@ import threading
 import zipfile
 from contextlib import ExitStack
 from io import BytesIO
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -24,12 +25,13 @@ from cachefs.generations.closing import Closer
 from cachefs.generations.detector import Detector
 from cachefs.generations.placement import Placer
 from cachefs.generations.releaser import Releaser
-from cachefs.generations.tracked import Hints, each
+from cachefs.generations.tracked import Hints
 from cachefs.generations.tracker import Tracker
 from cachefs.journal import Journal
 from cachefs.staging.changes import Change, Kind
 from cachefs.staging.layout import Staging
 from cachefs.staging.pins import Pins
+from cachefs.waiting import each
 from tests.generations.fake_torch import metadata_pickle
 
 
@@ -507,7 +509,10 @@ async def test_a_save_that_cannot_be_journaled_fails_and_the_next_change_starts_
     assert mount.pinned(attempt)["__1_0.distcp"] == b"two"
 
 
-async def test_a_save_that_closes_before_its_failed_opening_is_known_freezes_nothing(mount, monkeypatch):
+async def test_a_save_that_closes_before_its_failed_opening_is_known_freezes_nothing(
+    mount, monkeypatch, declared_warnings
+):
+    declared_warnings("the journal failed")
     disk = Full(mount, monkeypatch)
     (mount.staging.tree / "run").mkdir()
     (mount.staging.tree / "run/model.pt").write_bytes(zipped(b"x"))
@@ -567,6 +572,37 @@ async def test_a_close_that_the_journal_refused_is_journaled_when_it_can_be(moun
         nursery.cancel_scope.cancel()
     (attempt,) = mount.attempts()
     assert mount.pinned(attempt) == {"__0_0.distcp": b"one", ".metadata": metadata("0_0")}
+
+
+@pytest.mark.parametrize(
+    ("temporary", "final", "file"),
+    [("7.orbax-checkpoint-tmp", "7", "_CHECKPOINT_METADATA"), ("model.pt.tmp", "model.pt", "")],
+)
+async def test_a_save_that_was_renamed_into_place_is_journaled_when_it_can_be(
+    mount, monkeypatch, declared_warnings, temporary, final, file
+):
+    """Opened and closed by the rename, which cannot be undone and fails when it is tried again."""
+    declared_warnings("the journal failed")
+    disk = Full(mount, monkeypatch)
+    path = Path("run", temporary, file)
+    await mount.write(str(path), zipped(b"one"))
+    disk.full = True
+    with pytest.raises(StagingError):
+        await mount.rename(f"run/{temporary}", f"run/{final}")
+    assert mount.attempts() == []
+    await mount.held(Kind.TRUNCATED, str(Path("run", final, file)))
+    (mount.staging.tree / "run" / final / file).unlink()
+    async with trio.open_nursery() as nursery:
+        await nursery.start(mount.tracker.run)
+        await disk.refuses()
+        disk.full = False
+        with trio.fail_after(30):
+            while not mount.attempts():
+                await mount.journal.wait_changed()
+        nursery.cancel_scope.cancel()
+    (attempt,) = mount.attempts()
+    assert attempt.closed_at is not None
+    assert mount.pinned(attempt) == {file or final: zipped(b"one")}
 
 
 async def test_early_uploads_go_on_after_the_journal_failed(mount, monkeypatch, declared_warnings):
@@ -697,6 +733,48 @@ async def test_closed_by_hand_again_a_save_keeps_its_attempt_until_something_cha
     await mount.tracker.resume()
     assert not await again()
     assert await again()
+
+
+@pytest.mark.parametrize(
+    ("temporary", "final", "file"),
+    [
+        ("run/7.orbax-checkpoint-tmp", "run/7", "_CHECKPOINT_METADATA"),
+        ("run/tmp-checkpoint-8", "run/checkpoint-8", "trainer_state.json"),
+    ],
+)
+async def test_a_file_written_several_times_in_a_temporary_directory_is_one_save(mount, temporary, final, file):
+    """Nobody waits for the name that the same program will give it; and the rename proves one save."""
+    with trio.fail_after(30):
+        for text in (b"{}", b"once more", b"last"):
+            await mount.write(f"{temporary}/{file}", text)
+        assert mount.attempts() == []
+        await mount.rename(temporary, final)
+    (attempt,) = mount.attempts()
+    assert attempt.closed_at is not None
+    assert not attempt.rewritten
+    assert mount.pinned(attempt) == {file: b"last"}
+
+
+async def test_what_is_written_again_after_the_rename_may_be_the_next_save(mount):
+    """The rename closes nothing here: the guard of the preset is not in the directory yet."""
+    await mount.write("run/tmp-checkpoint-8/model.safetensors", b"one")
+    await mount.rename("run/tmp-checkpoint-8", "run/checkpoint-8")
+    (attempt,) = mount.attempts()
+    assert (attempt.closed_at, attempt.rewritten) == (None, False)
+    await mount.write("run/checkpoint-8/model.safetensors", b"two")
+    (attempt,) = mount.attempts()
+    assert attempt.rewritten
+
+
+async def test_a_rewritten_temporary_directory_that_is_closed_by_hand_says_so(mount):
+    """Without the rename nothing proves one save."""
+    with trio.fail_after(30):
+        for text in (b"{}", b"once more"):
+            await mount.write("run/7.orbax-checkpoint-tmp/_CHECKPOINT_METADATA", text)
+        await mount.tracker.close_now(b"run/7.orbax-checkpoint-tmp")
+    (attempt,) = mount.attempts()
+    assert attempt.closed_at is not None
+    assert attempt.rewritten
 
 
 async def test_a_path_through_a_link_is_not_closed(mount):

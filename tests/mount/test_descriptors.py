@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 from itertools import count
 
 import pytest
 
+from cachefs.mount.inodes import LEAST_OPEN
 from cachefs.mount.kernel import DataPath
 from cachefs.staging.changes import Kind
 
@@ -83,3 +85,48 @@ async def test_an_open_without_descriptors_changes_nothing(world, limit, flags):
     assert sizes == [5, 5, 5]
     assert (node.writers, node.backed, len(node.handles)) == (0, 0, 0)
     assert [kind for kind, _ in world.observer.told()][-1:] == ([] if flags == os.O_RDONLY else [Kind.CLOSED])
+
+
+async def test_directories_that_are_not_used_cost_no_descriptor(world):
+    """The kernel remembers every directory that it has seen: more of them than there may be descriptors."""
+    world.table.most_open = LEAST_OPEN
+    before = len(os.listdir("/proc/self/fd"))
+    names = [b"d%d" % number for number in range(3 * LEAST_OPEN)]
+    for name in names:
+        await world.mkdir(name)
+        await world.put(name + b"/x", name)
+    assert len(os.listdir("/proc/self/fd")) == before + LEAST_OPEN
+    for name in names:
+        assert await world.read(name + b"/x") == name
+    await world.rename(names[0], b"moved")
+    await world.rename(b"moved/x", names[1] + b"/x")
+    assert await world.read(names[1] + b"/x") == names[0]
+    assert os.listdir(world.staging.tree / "moved") == []
+
+
+async def test_a_directory_in_use_keeps_its_descriptor_however_deep_others_are(world):
+    """Two names of a rename are reached at the same time."""
+    world.table.most_open = LEAST_OPEN
+    path = b"/".join([b"d"] * 3 * LEAST_OPEN)
+    nodes = [await world.mkdir(path[: 2 * depth + 1]) for depth in range(3 * LEAST_OPEN)]
+    other = await world.mkdir(b"other")
+    used = world.table.descriptor(other)
+    for node in nodes[:LEAST_OPEN]:
+        world.table.descriptor(node)
+    assert other.dir_fd == -1, "it was used longest ago"
+    used = world.table.descriptor(other)
+    world.table.descriptor(nodes[-1])
+    assert other.dir_fd == used
+    await world.put(path + b"/x", b"deep")
+    await world.rename(path + b"/x", b"other/x")
+    assert await world.read(b"other/x") == b"deep"
+
+
+async def test_a_removed_directory_keeps_its_descriptor(world):
+    """Nothing leads to it any more, but who is in it."""
+    world.table.most_open = LEAST_OPEN
+    node = await world.mkdir(b"gone")
+    await world.names.rmdir(1, b"gone")
+    for number in range(2 * LEAST_OPEN):
+        world.table.descriptor(await world.mkdir(b"d%d" % number))
+    assert stat.S_ISDIR(world.tree.stat(node).st_mode)

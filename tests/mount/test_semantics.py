@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from contextlib import nullcontext
 
 import pytest
 import trio
@@ -13,6 +14,7 @@ import trio.testing
 from cachefs.errors import StagingError
 from cachefs.mount.attributes import Update
 from cachefs.mount.inodes import ROOT_ID
+from cachefs.mount.namespace import RENAME_EXCHANGE
 from cachefs.staging.changes import Kind
 from tests.mount.world import ME
 
@@ -245,3 +247,90 @@ async def test_a_change_of_a_file_with_two_names_is_told_of_both(world):
         assert (world.observer.waiting, world.observer.told()) == (1, [])
         world.observer.let_go(b"x.pt")
     assert world.observer.told() == [(Kind.OPENED, b"x.pt"), (Kind.OPENED, b"loose")]
+
+
+async def written(world):
+    await world.content.release(await world.open(b"x.pt", os.O_RDWR))
+
+
+async def emptied(world):
+    """Without a handle that could say so, it is finished at once."""
+    await world.content.release(await world.open(b"x.pt", os.O_RDONLY | os.O_TRUNC))
+
+
+async def made(world):
+    await world.names.mknod(*world.walk(b"new"), stat.S_IFREG | 0o644, 0, ME)
+
+
+async def exchanged(world):
+    await world.rename(b"x.pt", b"other", flags=RENAME_EXCHANGE)
+
+
+@pytest.mark.parametrize("failing", [True, False])
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (written, [(kind, name) for kind in (Kind.OPENED, Kind.CLOSED) for name in (b"x.pt", b"y.pt")]),
+        (emptied, [(kind, name) for kind in (Kind.TRUNCATED, Kind.CLOSED) for name in (b"x.pt", b"y.pt")]),
+        (made, [(Kind.CREATED, b"new"), (Kind.CLOSED, b"new")]),
+        (exchanged, [(Kind.RENAMED, b"other"), (Kind.RENAMED, b"x.pt")]),
+    ],
+)
+async def test_all_of_a_change_is_told_and_waited_for_although_one_part_fails(world, change, told, failing):
+    """A save would wait for ever for what it was not told, or what nobody carried out."""
+    await world.put(b"x.pt", b"x")
+    await world.names.link(world.node(b"x.pt").id, 1, b"y.pt")
+    await world.put(b"other", b"x")
+    world.observer.told()
+    carried_out = []
+
+    def after(change):
+        async def wait():
+            carried_out.append((change.kind, change.path))
+            if failing and len(carried_out) == 1:
+                raise StagingError("the journal is full")
+
+        return wait()
+
+    world.observer.after = after
+    with pytest.raises(StagingError) if failing else nullcontext():
+        await change(world)
+    assert carried_out == told
+
+
+@pytest.mark.parametrize(
+    ("change", "names"),
+    [
+        (lambda world: world.mkdir(b"d/new"), [b"new"]),
+        (lambda world: world.names.mknod(*world.walk(b"d/new"), stat.S_IFREG | 0o644, 0, ME), [b"new"]),
+        (lambda world: world.names.symlink(*world.walk(b"d/new"), b"x.pt", ME), [b"new"]),
+        (lambda world: world.names.link(world.node(b"d/x.pt").id, *world.walk(b"d/new")), [b"new"]),
+        (lambda world: world.create(b"d/new"), [b"new"]),
+        (lambda world: world.unlink(b"d/x.pt"), [b"x.pt"]),
+        (lambda world: world.names.rmdir(*world.walk(b"d/sub")), [b"sub"]),
+        (lambda world: world.rename(b"d/x.pt", b"d/new"), [b"x.pt", b"new"]),
+        (lambda world: world.rename(b"d/x.pt", b"d/sub", flags=RENAME_EXCHANGE), [b"x.pt", b"sub"]),
+    ],
+)
+async def test_the_kernel_asks_again_for_the_names_of_a_refused_change(world, change, names):
+    """It was carried out all the same; and of what the kernel was not given no reference is left."""
+    directory = await world.mkdir(b"d")
+    await world.put(b"d/x.pt", b"x")
+    await world.mkdir(b"d/sub")
+    for name in (b"d/x.pt", b"d/sub"):
+        world.node(name)
+    changed = []
+    world.tree.name_changed = changed.append
+    after = world.observer.after
+
+    def refuse(change):
+        after(change)
+        if change.kind is not Kind.CLOSED:
+            raise StagingError("the journal is full")
+
+    world.observer.after = refuse
+    known = len(world.table)
+    with pytest.raises(StagingError):
+        await change(world)
+    assert changed == [(directory.id, name) for name in names]
+    assert len(world.table) == known

@@ -7,6 +7,7 @@ import os
 import threading
 from functools import partial
 
+import pyfuse3
 import pytest
 import trio
 import trio.testing
@@ -14,6 +15,7 @@ import trio.testing
 from cachefs.journal import Journal
 from cachefs.mount import threads
 from cachefs.mount.attributes import Update
+from cachefs.mount.operations import Operations
 from cachefs.staging.changes import Kind
 
 CALLERS = 200
@@ -180,3 +182,38 @@ async def test_names_are_synced_again_after_an_error_and_once_when_an_earlier_da
     await world.content.fsync(handle, data_only=False)
     await world.content.fsync(handle, data_only=False)
     assert synced == ["x.pt", "d", "x.pt", "tree", "x.pt"]
+
+
+async def test_a_thread_that_is_refused_fails_its_call_and_nothing_else(world, no_threads):
+    """And keeps no descriptor: what would be freed in a thread is freed without."""
+    handle = await world.create(b"x.pt")
+    os.posix_fallocate(handle, 0, 2 * threads.LARGE)
+    before = len(os.listdir("/proc/self/fd"))
+    with no_threads():
+        for call in (
+            world.content.fsync(handle, data_only=False),
+            world.content.fsync_directory(world.table.root),
+            world.attributes.update(world.node(b"x.pt"), Update(size=10)),
+        ):
+            with pytest.raises(OSError, match="no more threads") as failed:
+                await call
+            assert failed.value.errno == errno.EAGAIN
+        assert len(os.listdir("/proc/self/fd")) == before
+        await world.unlink(b"x.pt")
+        await world.content.release(handle)
+    assert len(os.listdir("/proc/self/fd")) == before - 1
+    await world.content.fsync_directory(world.table.root)
+
+
+async def test_an_error_that_nobody_foresaw_fails_its_request_and_not_the_mount(world, monkeypatch, declared_warnings):
+    declared_warnings("a request failed")
+
+    def broken(change):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(world.observer, "after", broken)
+    handles = len(world.tree.handles)
+    with pytest.raises(pyfuse3.FUSEError) as failed:
+        await Operations(world.tree).create(1, b"x.pt", 0o644, os.O_WRONLY, pyfuse3.RequestContext())
+    assert failed.value.errno == errno.EIO
+    assert len(world.tree.handles) == handles
