@@ -107,7 +107,7 @@ class Ledger:
                 continue
             for preset in other.placement.candidates:
                 if any(signal.on == "next-save" for signal in preset.close):
-                    other.seen[preset.name] = Seen(signals.NEXT_SAVE, placement.path, now)
+                    other.seen[preset.name] = Seen(signals.NEXT_SAVE, b"", now)
                     self._dirty.add(path)
         return save
 
@@ -148,7 +148,8 @@ class Ledger:
                 self._out.append(Incomplete(save.placement.path, str(error)))
                 continue
             if label:
-                save.seen[preset.name] = Seen(label, path, now)
+                # A marker that was removed is the save's own: made again, it says that the save is not complete.
+                save.seen[preset.name] = Seen(label, path if on == "marker-removed" else b"", now)
                 self._dirty.add(save.placement.path)
 
 

@@ -83,7 +83,11 @@ class OpenFiles:
 
 
 class Seen(msgspec.Struct, frozen=True):
-    """A close signal that fired: in words, the path that carried it, and when."""
+    """A close signal that fired: in words, the path that carried it, and when.
+
+    When the `marker` changes again, the signal holds no longer. It is b"" where nothing takes the signal back: a tracker
+    has named the save once and goes on to name the next one.
+    """
 
     label: str
     marker: bytes
@@ -131,7 +135,7 @@ class Save:
         self.changed = now
 
     def unmark(self, marker: bytes) -> None:
-        """The path that carried a signal changes again: what it said no longer holds."""
+        """The path that carried a signal changes again: what it said no longer holds, see `Seen`."""
         self.unread.pop(marker, None)
         for preset in [preset for preset, seen in self.seen.items() if seen.marker == marker]:
             del self.seen[preset]

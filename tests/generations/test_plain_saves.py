@@ -31,6 +31,15 @@ def test_plain_directories_close_when_the_next_starts():
     assert sorted(world.closes[1:]) == [("r/step_20", "plain", 20), ("r/step_30", "dcp", 30)]
 
 
+def test_a_next_save_that_is_removed_has_started_all_the_same():
+    world = World(select(["auto", "plain"]))
+    world.put("r/step_10/model.pt", ZIP)
+    world.put("r/step_20/model.pt", ZIP)
+    world.rmtree("r/step_20")
+    world.wait(11)
+    assert world.closes == [("r/step_10", "plain", 10)]
+
+
 def test_plain_directory_with_a_torn_file_stays_open():
     world = World(select(["auto", "plain"]))
     world.put("r/step-10/model.pt", ZIP[:60])
