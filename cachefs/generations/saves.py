@@ -85,8 +85,8 @@ class OpenFiles:
 class Seen(msgspec.Struct, frozen=True):
     """A close signal that fired: in words, the path that carried it, and when.
 
-    When the `marker` changes again, the signal holds no longer. It is b"" where nothing takes the signal back: a tracker
-    has named the save once and goes on to name the next one.
+    When the `marker` changes again, the signal holds no longer. It is b"" where nothing takes the signal back: a
+    tracker has named the save once, and goes on to name the next one.
     """
 
     label: str
