@@ -153,7 +153,7 @@ class Detector(Ledger):
                     elif not gone:
                         self._outer(save, path, "parent-file", now, view)
                         self._outer(save, path, "symlink", now, view)
-            if resumed.opened_as and resumed.opened_as != resumed.path:
+            if resumed.opened_as:
                 self._renamed_root(save, resumed.opened_as, now)
         return self._settle(now, view)
 
@@ -217,7 +217,7 @@ class Detector(Ledger):
                 save = self._saves.pop(old)
                 save.move(placement)
                 self._saves[path] = save
-                self._out.append(MoveSave(old, placement))
+                self._out.append(MoveSave(old, placement, save.written))
             else:
                 self._cancel(old, "renamed to a place that is no generation of its own")
         elif root == old:
@@ -230,9 +230,7 @@ class Detector(Ledger):
 
     def _arrived(self, path: bytes, kind: Kind, now: float, view: View) -> None:
         """A whole file appeared under a name: renamed or linked there."""
-        save = self._touch(path, kind, now)
-        if save is not None:
-            save.renamed.add(save.placement.relative(path))
+        self._touch(path, kind, now)
         if path not in self._files:
             self._finished(path, now, view, renamed=True)
 
@@ -292,7 +290,7 @@ class Detector(Ledger):
             save.move(placement)
             self._saves[placement.path] = save
             self._dirty.add(placement.path)
-            self._out.append(MoveSave(root, placement))
+            self._out.append(MoveSave(root, placement, save.written))
             self._renamed_root(save, root, now)
         if path in self._saves or path in self._closed:
             return

@@ -5,7 +5,7 @@ of; what the journal refuses later (a close, an end, a second writing) is owed: 
 from __future__ import annotations
 
 import errno
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence, Set
 from contextlib import suppress
 
 import msgspec
@@ -99,10 +99,10 @@ class Effects:
         waiting: list[Awaitable[None]] = []
         for action in actions:
             match action:
-                case OpenSave(placement):
-                    waiting.append(self._open(placement))
-                case MoveSave(old, placement):
-                    waiting.append(self._move(old, placement))
+                case OpenSave(placement, whole):
+                    waiting.append(self._open(placement, whole))
+                case MoveSave(old, placement, whole):
+                    waiting.append(self._move(old, placement, whole))
                 case CloseSave(path):
                     waiting.append(self._close(path, action))
                 case Held(paths):
@@ -120,17 +120,17 @@ class Effects:
             return None
         return waiting[0] if len(waiting) == 1 else each(waiting)
 
-    def _open(self, placement: Placement) -> Awaitable[None]:
+    def _open(self, placement: Placement, whole: Set[bytes]) -> Awaitable[None]:
         save = Tracked(clock.new_id(), placement)
         self.saves[placement.path] = save
-        return self._journal_open(save)
+        return self._journal_open(save, whole)
 
-    async def _journal_open(self, save: Tracked) -> None:
+    async def _journal_open(self, save: Tracked, whole: Set[bytes] = frozenset()) -> None:
         """Journal a new attempt. A name that a framework only writes under is journaled when it gets its real one."""
         placement = save.placement
         if placement.temporary and save.closing is None:
             return
-        baselines = {to_text(path): self._view.identity(path) for path in marker_paths(placement)}
+        baselines = {to_text(path): self._view.identity(path) for path in marker_paths(placement, whole)}
         record = AttemptRecord(
             attempt=save.attempt,
             path=to_text(placement.path),
@@ -143,6 +143,7 @@ class Effects:
             serial=0,
             baselines=baselines,
             boot=self._boot,
+            opened_as=to_text(save.opened_as),
         )
         try:
             await self._journal.write(lambda txn: attempts.insert(txn, record))
@@ -163,17 +164,16 @@ class Effects:
             del self.saves[path]
             self._lost(path)
 
-    def _move(self, old: bytes, placement: Placement) -> Awaitable[None]:
+    def _move(self, old: bytes, placement: Placement, whole: Set[bytes]) -> Awaitable[None]:
         save = self.saves.pop(old)
+        opened_as = old if save.placement.temporary else save.opened_as
         if save.journaled.is_set():
-            moved = Tracked(clock.new_id(), placement)
-            self.saves[placement.path] = moved
-            return each(
-                [self.end_attempt(save.attempt, f"renamed to {placement.generation}"), self._journal_open(moved)]
-            )
-        save.placement = placement
+            moved = self.saves[placement.path] = Tracked(clock.new_id(), placement, opened_as)
+            reason = f"renamed to {placement.generation}"
+            return each([self.end_attempt(save.attempt, reason), self._journal_open(moved, whole)])
+        save.placement, save.opened_as = placement, opened_as
         self.saves[placement.path] = save
-        return self._journal_open(save)
+        return self._journal_open(save, whole)
 
     async def _incomplete(self, path: bytes, why: str) -> None:
         save = self.saves.get(path)

@@ -81,6 +81,8 @@ class Ledger:
                 return None
             save = self._open(placement, now)
         save.wrote(save.placement.relative(path), now)
+        if kind in (Kind.RENAMED, Kind.LINKED):
+            save.renamed.add(save.placement.relative(path))
         self._dirty.add(save.placement.path)
         return save
 
@@ -99,7 +101,7 @@ class Ledger:
         self._closed.pop(placement.path, None)
         save = self._saves[placement.path] = Save(placement, now)
         self._dirty.add(placement.path)
-        self._out.append(OpenSave(placement))
+        self._out.append(OpenSave(placement, save.renamed))
         for path, other in self._saves.items():
             if other is save or other.placement.run != placement.run or placement.step is None:
                 continue

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 
 from cachefs.errors import CorruptError
 from cachefs.generations.actions import View
@@ -237,6 +237,10 @@ def named_paths(placement: Placement, preset: Preset) -> list[bytes]:
     return out
 
 
-def marker_paths(placement: Placement) -> list[bytes]:
-    """Return the paths whose `Baseline` is to be taken when a save opens, so that a restart can tell new from old."""
-    return sorted({path for preset in placement.candidates for path in named_paths(placement, preset)})
+def marker_paths(placement: Placement, whole: Set[bytes] = frozenset()) -> list[bytes]:
+    """Return the paths whose `Baseline` is to be taken when a save opens, so that a restart can tell new from old.
+
+    What belongs to the save already has none: `whole` are names in it.
+    """
+    paths = {path for preset in placement.candidates for path in named_paths(placement, preset)}
+    return sorted(paths - {placement.path + b"/" + name for name in whole})

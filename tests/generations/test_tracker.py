@@ -22,6 +22,7 @@ from cachefs.generations.actions import CloseSave
 from cachefs.generations.catalog import AUTO
 from cachefs.generations.closing import Closer
 from cachefs.generations.detector import Detector
+from cachefs.generations.effects import Effects
 from cachefs.generations.placement import Placer
 from cachefs.generations.releaser import Releaser
 from cachefs.generations.tracked import Hints, each
@@ -241,6 +242,53 @@ async def test_a_save_whose_signal_came_before_the_kill_is_closed_by_the_next_st
     (attempt,) = mount.attempts()
     assert attempt.closed_at is not None
     assert mount.pinned(attempt) == {"__0_0.distcp": b"one", ".metadata": metadata("0_0")}
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "files"),
+    [
+        ("run/step2-tmp", "run/step2", {"model.pt": zipped(b"x"), "config.yaml": b"{}"}),
+        ("run/foo.tmp", "run/foo", {"__0_0.distcp": b"x", ".metadata": metadata("0_0")}),
+        ("run/built elsewhere", "run/last.ckpt", {"meta.pt": zipped(b"x")}),
+    ],
+    ids=["the rename is the signal", "a marker was written before", "nobody knew the old name"],
+)
+async def test_a_directory_that_got_its_name_right_before_the_kill_is_closed_by_the_next_start(
+    mount, monkeypatch, old, new, files
+):
+    for name, data in files.items():
+        await mount.write(f"{old}/{name}.tmp", data)
+        await mount.rename(f"{old}/{name}.tmp", f"{old}/{name}")
+
+    async def never(*_arguments, **_options):
+        await trio.sleep_forever()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Effects, "_pin", never)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(mount.rename, old, new)
+            with trio.fail_after(30):
+                while not any(attempt.path == new for attempt in mount.attempts()):
+                    await mount.journal.wait_changed()
+            nursery.cancel_scope.cancel()
+    assert mount.attempts()[-1].closed_at is None
+    mount.die()
+    mount.start()
+    await mount.tracker.resume()
+    attempt = mount.attempts()[-1]
+    assert attempt.closed_at is not None
+    assert mount.pinned(attempt) == files
+
+
+async def test_an_old_marker_that_is_moved_with_its_save_does_not_close_it_after_the_kill(mount):
+    await mount.save("run/step-5", **{"0_0": b"one"})
+    await mount.write("run/step-5/__0_0.distcp", b"half")
+    await mount.rename("run/step-5", "run/step-6")
+    mount.die()
+    mount.start()
+    await mount.tracker.resume()
+    moved = mount.attempts()[-1]
+    assert (moved.path, moved.state, moved.closed_at) == ("run/step-6", State.OPEN, None)
 
 
 async def test_an_old_marker_does_not_close_the_save_that_was_open_at_the_kill(mount):
