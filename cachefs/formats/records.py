@@ -70,6 +70,8 @@ class AttemptRecord(msgspec.Struct, frozen=True):
     removed it or started again before it was closed.
 
     `opened_as` is the path at which its directory had a temporary name while it was written, "" for none.
+    `signals` are close signals, in words by preset, that came while it was open and that nothing takes back: what
+    carried one, a tracker, may name the next save by now.
 
     `boot` is the boot of the machine in which it was opened ("": not known, and so another one): its files are known to
     be on the disk only in that boot, or once it is `staged`.
@@ -114,6 +116,7 @@ class AttemptRecord(msgspec.Struct, frozen=True):
     cancelled: bool = False
     boot: str = ""
     opened_as: str = ""
+    signals: dict[str, str] = {}
 
     @property
     def key(self) -> str:

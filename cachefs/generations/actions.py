@@ -87,6 +87,15 @@ class MoveSave(msgspec.Struct, frozen=True):
     whole: Set[bytes] = frozenset()
 
 
+class Proved(msgspec.Struct, frozen=True):
+    """Signals came that nothing takes back, in words by preset, and the save does not close yet. A later process must
+    know them: what carried them may say something else by then. Told again when the save moves.
+    """
+
+    path: bytes
+    signals: Mapping[str, str]
+
+
 class Incomplete(msgspec.Struct, frozen=True):
     """A single file's last writer went away and left a torn file. The save stays open until it is rewritten or
     removed."""
@@ -101,7 +110,7 @@ class Loose(msgspec.Struct, frozen=True):
     path: bytes
 
 
-Action = OpenSave | CloseSave | Held | CancelSave | AbandonSave | MoveSave | Incomplete | Loose
+Action = OpenSave | CloseSave | Held | CancelSave | AbandonSave | MoveSave | Proved | Incomplete | Loose
 
 
 class ResumedSave(msgspec.Struct, frozen=True):
@@ -109,7 +118,7 @@ class ResumedSave(msgspec.Struct, frozen=True):
 
     `closed` saves are only remembered, so that a change in them is told from a new save. `opened_as` is the temporary
     name under which it was written, as a path, b"" for none. `written` are the files, by path in the mount, that a
-    process which outlived the mount still writes; it is told when they are closed.
+    process which outlived the mount still writes; it is told when they are closed. `signals` are those of `Proved`.
     """
 
     path: bytes
@@ -117,3 +126,4 @@ class ResumedSave(msgspec.Struct, frozen=True):
     closed: bool = False
     opened_as: bytes = b""
     written: Sequence[bytes] = ()
+    signals: Mapping[str, str] = {}

@@ -24,6 +24,7 @@ from cachefs.generations.actions import (
     Incomplete,
     Loose,
     MoveSave,
+    Proved,
     ResumedSave,
     View,
 )
@@ -153,6 +154,9 @@ class Detector(Ledger):
                     elif not gone:
                         self._outer(save, path, "parent-file", now, view)
                         self._outer(save, path, "symlink", now, view)
+            save.proved = dict(resumed.signals)
+            for preset_name, label in save.proved.items():
+                save.seen.setdefault(preset_name, Seen(label, b"", now))
             if resumed.opened_as:
                 self._renamed_root(save, resumed.opened_as, now)
         return self._settle(now, view)
@@ -358,6 +362,7 @@ class Detector(Ledger):
                 self._out.append(Held(held))
                 action = judge(save, held, now, view, alone=self._alone, open_deadline=self._open_deadline)
             if action is None:
+                self._prove(save)
                 continue
             del self._saves[path]
             self._out.append(action)
@@ -366,6 +371,12 @@ class Detector(Ledger):
         self._dirty.clear()
         out, self._out = self._out, []
         return out
+
+    def _prove(self, save: Save) -> None:
+        proved = {preset: seen.label for preset, seen in save.seen.items() if not seen.marker}
+        if proved != save.proved and not save.placement.temporary:
+            save.proved = proved
+            self._out.append(Proved(save.placement.path, proved))
 
     def _remember(self, placement: Placement, view: View) -> None:
         names = view.names(placement.path) if placement.kind == "directory" else [placement.relative(placement.path)]

@@ -5,7 +5,7 @@ of; what the journal refuses later (a close, an end, a second writing) is owed: 
 from __future__ import annotations
 
 import errno
-from collections.abc import Awaitable, Callable, Sequence, Set
+from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
 from contextlib import suppress
 
 import msgspec
@@ -27,6 +27,7 @@ from cachefs.generations.actions import (
     Loose,
     MoveSave,
     OpenSave,
+    Proved,
 )
 from cachefs.generations.closing import ClosedSet, Closer
 from cachefs.generations.early import EarlyUploads
@@ -103,6 +104,8 @@ class Effects:
                     waiting.append(self._open(placement, whole))
                 case MoveSave(old, placement, whole):
                     waiting.append(self._move(old, placement, whole))
+                case Proved(path, signals):
+                    waiting.append(self._proved(self.saves[path], signals))
                 case CloseSave(path):
                     waiting.append(self._close(path, action))
                 case Held(paths):
@@ -174,6 +177,14 @@ class Effects:
         save.placement, save.opened_as = placement, opened_as
         self.saves[placement.path] = save
         return self._journal_open(save, whole)
+
+    async def _proved(self, save: Tracked, signals: Mapping[str, str]) -> None:
+        """Record signals. A tracker is written all the same when the journal fails: the record is then owed."""
+        await save.journaled.wait()
+        try:
+            await self._journal.write(lambda txn: attempts.proved(txn, save.attempt, signals))
+        except StagingError:
+            self._owe(lambda: self._journal.write(lambda txn: attempts.proved(txn, save.attempt, signals)))
 
     async def _incomplete(self, path: bytes, why: str) -> None:
         save = self.saves.get(path)

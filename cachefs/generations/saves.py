@@ -102,6 +102,8 @@ class Save:
     `unread` are finished files that could not be read, so that nobody knows whether they are a signal, and when they
     are looked at again.
 
+    `proved` are the signals that nothing takes back and that the caller knows, in words by preset.
+
     `stale` marks a save of a process that is gone: the next change starts another. `wake` is when to look again,
     `waiting` says what it waits for, `held` since when open files alone hold it back.
     """
@@ -111,6 +113,7 @@ class Save:
     written: set[bytes] = field(default_factory=set)
     renamed: set[bytes] = field(default_factory=set)
     seen: dict[str, Seen] = field(default_factory=dict)
+    proved: dict[str, str] = field(default_factory=dict)
     by_hand: float | None = None
     why: str = ""
     stale: bool = False
@@ -141,8 +144,8 @@ class Save:
             del self.seen[preset]
 
     def move(self, placement: Placement) -> None:
-        """The root has a new name."""
-        old, self.placement = self.placement.path, placement
+        """The root has a new name, and what is known of it goes by that."""
+        old, self.placement, self.proved = self.placement.path, placement, {}
         for preset, seen in self.seen.items():
             if inside(seen.marker, old):
                 self.seen[preset] = msgspec.structs.replace(seen, marker=moved(seen.marker, old, placement.path))

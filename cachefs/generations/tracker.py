@@ -265,8 +265,16 @@ class Tracker:
             if is_open or attempt.closed_at is not None:
                 baselines = {to_bytes(marker): baseline for marker, baseline in attempt.baselines.items()}
                 written = self.outlived.find(path, attempt) if is_open else []
-                opened_as = to_bytes(attempt.opened_as)
-                resumed.append(ResumedSave(path, baselines, closed=not is_open, opened_as=opened_as, written=written))
+                resumed.append(
+                    ResumedSave(
+                        path,
+                        baselines,
+                        closed=not is_open,
+                        opened_as=to_bytes(attempt.opened_as),
+                        written=written,
+                        signals=attempt.signals,
+                    )
+                )
         # The detector names what it takes up by path, so the attempts must be known before it speaks.
         for save in resumed:
             if not save.closed:

@@ -13,13 +13,14 @@ import msgspec
 import pytest
 import trio
 
+from cachefs import clock
 from cachefs.errors import CachefsError, NotFoundError, StagingError
 from cachefs.formats.keys import Keys
 from cachefs.formats.manifest import Pin
 from cachefs.formats.records import AttemptRecord, State
 from cachefs.generations import attempts, releaser, retrying
 from cachefs.generations.actions import CloseSave
-from cachefs.generations.catalog import AUTO
+from cachefs.generations.catalog import AUTO, DEEPSPEED
 from cachefs.generations.closing import Closer
 from cachefs.generations.detector import Detector
 from cachefs.generations.effects import Effects
@@ -278,6 +279,38 @@ async def test_a_directory_that_got_its_name_right_before_the_kill_is_closed_by_
     attempt = mount.attempts()[-1]
     assert attempt.closed_at is not None
     assert mount.pinned(attempt) == files
+
+
+@pytest.mark.parametrize("moved", [False, True])
+async def test_a_tracker_that_named_a_save_before_the_kill_closes_it_after_it(mount, moved):
+    """It names the next one by then; so the journal must know."""
+    for step in (1, 2):
+        await mount.write(f"run/global_step{step}/mp_rank_00_model_states.pt", zipped(b"x"))
+        await mount.write("run/latest", b"global_step%d" % step)
+    await mount.write("run/global_step3/mp_rank_00_model_states.pt", zipped(b"x"))
+    if moved:
+        await mount.rename("run", "kept")
+    mount.die()
+    mount.start()
+    await mount.tracker.resume()
+    assert all(attempt.closed_at is None for attempt in mount.attempts())
+    in_time = mount.tracker._detector.due(clock.monotonic() + DEEPSPEED.quiet, mount.tracker._view)
+    await mount.tracker._effects.carry_out(in_time)
+    closed = [attempt for attempt in mount.attempts() if attempt.closed_at is not None]
+    assert [attempt.generation for attempt in closed] == ["global_step1", "global_step2"]
+    assert {attempt.signal for attempt in closed} == {"latest names it"}
+    assert {attempt.run for attempt in closed} == {"kept" if moved else "run"}
+
+
+async def test_a_tracker_is_written_although_the_journal_fails(mount, monkeypatch):
+    await mount.write("run/global_step1/mp_rank_00_model_states.pt", zipped(b"x"))
+    disk = Full(mount, monkeypatch)
+    disk.full = True
+    await mount.write("run/latest", b"global_step1")
+    assert mount.attempts()[0].signals == {}
+    disk.full = False
+    await mount.tracker._catch_up()
+    assert mount.attempts()[0].signals == {"deepspeed": "latest names it"}
 
 
 async def test_an_old_marker_that_is_moved_with_its_save_does_not_close_it_after_the_kill(mount):

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from cachefs.errors import InvalidError
-from cachefs.generations.actions import CancelSave, CloseSave, Held, OpenSave, ResumedSave
+from cachefs.generations.actions import CancelSave, CloseSave, Held, OpenSave, Proved, ResumedSave
 from cachefs.generations.detector import Detector
 from cachefs.generations.placement import Placer
+from cachefs.generations.presets import from_config
 from cachefs.generations.signals import marker_paths
 from cachefs.staging.changes import Change, Kind
 
@@ -497,6 +498,25 @@ def test_closed_saves_are_remembered_over_a_restart():
     assert not world.opens
     world.create(f"{STEP}/__0_0.distcp")
     assert [type(action) for action in world.actions] == [OpenSave]
+
+
+def test_what_a_tracker_said_of_a_save_is_told_once_and_again_under_its_real_name():
+    """A save under a temporary name is not journaled yet."""
+    table = {
+        "name": "own", "pattern": "s(?P<step>[0-9]+)", "temp": "s(?P<step>[0-9]+)-new", "strength": "C",
+        "close": [{"on": "parent-file", "names": ["latest"]}],
+    }  # fmt: skip
+    world = World(from_config([table]))
+    world.put("run/s5-new/model.pt", ZIP)
+    world.put("run/latest", b"5")
+    assert not world.of(Proved)
+    world.rename("run/s5-new", "run/s5")
+    world.put("run/latest", b"5")
+    assert world.of(Proved) == [Proved(b"run/s5", {"own": "latest names it"})]
+    world.rename("run", "kept")
+    assert world.of(Proved)[1:] == [Proved(b"kept/s5", {"own": "latest names it"})]
+    world.wait(31)
+    assert [path for path, _, _ in world.closes] == ["kept/s5"]
 
 
 def test_temporary_name_finished_at_resume():
