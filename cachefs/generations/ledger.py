@@ -103,7 +103,7 @@ class Ledger:
         self._dirty.add(placement.path)
         self._out.append(OpenSave(placement, save.renamed))
         for path, other in self._saves.items():
-            if other is save or other.placement.run != placement.run or placement.step is None:
+            if other is save or other.stale or other.placement.run != placement.run or placement.step is None:
                 continue
             if other.placement.step is None or other.placement.step >= placement.step:
                 continue
@@ -122,11 +122,14 @@ class Ledger:
             self._out.append(Loose(path))
 
     def _beside(self, path: bytes) -> list[Save]:
+        """Return the saves that a path beside them may be a signal for; not those of a process that is gone: who wrote
+        them may have failed when it went.
+        """
         above = parent(path)
         return [
             save
             for root, save in self._saves.items()
-            if parent(root) == above and root != path and save.placement.kind == "directory"
+            if parent(root) == above and root != path and save.placement.kind == "directory" and not save.stale
         ]
 
     def _unmark(self, path: bytes) -> None:
@@ -136,7 +139,9 @@ class Ledger:
     def _inner(self, save: Save, name: bytes, now: float, *, renamed: bool, again: bool = True) -> None:
         for preset in save.placement.candidates:
             label = signals.inner_signal(preset, name, renamed=renamed)
-            if label and (again or preset.name not in save.seen):
+            seen = save.seen.get(preset.name)
+            # A file in the save proves no more than what nothing takes back, and may be written once more.
+            if label and (seen is None or (again and seen.marker)):
                 save.seen[preset.name] = Seen(label, save.placement.path + b"/" + name, now)
 
     def _outer(self, save: Save, path: bytes, on: SignalKind, now: float, view: View) -> None:

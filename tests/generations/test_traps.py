@@ -466,6 +466,28 @@ def test_tracker_and_guard_at_resume():
     assert world.closes == [(path, "megatron", 100)]
 
 
+@pytest.mark.parametrize("signal", ["tracker", "next save"])
+def test_a_signal_after_the_kill_does_not_close_what_was_open_before_it(signal):
+    """A rank that was refused while there was no mount may be missing in it."""
+    world = World()
+    path = "run/global_step5" if signal == "tracker" else "run/checkpoint_5"
+    name = "mp_rank_00_model_states.pt" if signal == "tracker" else "random_states_0.pkl"
+    base = baselines(world, path)
+    world.put(f"{path}/{name}", ZIP)
+    restart(world, {path.encode(): base})
+    if signal == "tracker":
+        world.put("run/latest", b"global_step5")
+    else:
+        world.put(f"run/checkpoint_6/{name}", ZIP)
+    world.wait(1000)
+    assert not world.closes
+    world.put(f"{path}/{name}", ZIP)
+    world.put("run/latest", b"global_step5")
+    world.put("run/checkpoint_7/random_states_0.pkl")
+    world.wait(1000)
+    assert path in [closed for closed, _, _ in world.closes]
+
+
 def test_removed_marker_at_resume():
     world = World()
     path = "log/m-step=9"
