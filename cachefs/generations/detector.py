@@ -195,8 +195,7 @@ class Detector(Ledger):
         if name not in closed.late:
             return
         if any(signals.inner_signal(preset, name, renamed=renamed) for preset in closed.placement.candidates):
-            save = self._open(closed.placement, now)
-            save.written |= closed.late
+            save = self._open_again(closed, now)
             self._inner(save, name, now, renamed=renamed)
 
     def _moved_file(self, change: Change, now: float, view: View) -> None:
@@ -234,7 +233,9 @@ class Detector(Ledger):
 
     def _arrived(self, path: bytes, kind: Kind, now: float, view: View) -> None:
         """A whole file appeared under a name: renamed or linked there."""
-        self._touch(path, kind, now)
+        save = self._touch(path, kind, now)
+        if save is not None:
+            save.renamed.add(save.placement.relative(path))
         if path not in self._files:
             self._finished(path, now, view, renamed=True)
 

@@ -73,7 +73,7 @@ class Ledger:
             if name not in closed.names and (kind in _NEW_NAME or name in closed.late):
                 closed.late.add(name)
                 return None
-            save = self._open(closed.placement, now)
+            save = self._open_again(closed, now)
         else:
             if placement is None or (kind is Kind.SYMLINKED and placement.kind == "file"):
                 return None
@@ -82,7 +82,7 @@ class Ledger:
             save = self._open(placement, now)
         save.wrote(save.placement.relative(path), now)
         if kind in (Kind.RENAMED, Kind.LINKED):
-            save.renamed.add(save.placement.relative(path))
+            save.whole.add(save.placement.relative(path))
         self._dirty.add(save.placement.path)
         return save
 
@@ -101,7 +101,7 @@ class Ledger:
         self._closed.pop(placement.path, None)
         save = self._saves[placement.path] = Save(placement, now)
         self._dirty.add(placement.path)
-        self._out.append(OpenSave(placement, save.renamed))
+        self._out.append(OpenSave(placement, save.whole))
         for path, other in self._saves.items():
             if other is save or other.stale or other.placement.run != placement.run or placement.step is None:
                 continue
@@ -111,6 +111,13 @@ class Ledger:
                 if any(signal.on == "next-save" for signal in preset.close):
                     other.seen[preset.name] = Seen(signals.NEXT_SAVE, b"", now)
                     self._dirty.add(path)
+        return save
+
+    def _open_again(self, closed: Closed, now: float) -> Save:
+        """Open a save where one was closed. It may have begun with names that the closed one did not have."""
+        save = self._open(closed.placement, now)
+        save.written |= closed.late
+        save.whole |= closed.late
         return save
 
     def _cancel(self, path: bytes, reason: str) -> None:

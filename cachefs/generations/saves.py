@@ -96,7 +96,8 @@ class Seen(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class Save:
-    """One open save. `written` are the names changed in it, relative; `seen` the signals that fired, by preset.
+    """One open save. `written` are the names changed in it, relative, `whole` those of them that came into it as they
+    are; `seen` the signals that fired, by preset.
     `why` says in words who closes it `by_hand`.
 
     `unread` are finished files that could not be read, so that nobody knows whether they are a signal, and when they
@@ -111,6 +112,7 @@ class Save:
     placement: Placement
     changed: float
     written: set[bytes] = field(default_factory=set)
+    whole: set[bytes] = field(default_factory=set)
     renamed: set[bytes] = field(default_factory=set)
     seen: dict[str, Seen] = field(default_factory=dict)
     proved: dict[str, str] = field(default_factory=dict)

@@ -256,6 +256,19 @@ def test_verl():
     assert world.closes == [("v/global_step_5", "verl", 5)]
 
 
+def test_verl_saved_again_with_more_ranks():
+    world = World()
+    for ranks in (2, 4):
+        for rank in range(2):
+            world.put(f"v/global_step_5/actor/model_world_size_{ranks}_rank_{rank}.pt", ZIP)
+        world.put("v/global_step_5/data.pt", ZIP)
+        world.put("v/latest_checkpointed_iteration.txt", b"5")
+    assert len(world.closes) == 1
+    for rank in (2, 3):
+        world.put(f"v/global_step_5/actor/model_world_size_4_rank_{rank}.pt", ZIP)
+    assert len(world.closes) == 2
+
+
 def test_verl_missing_rank():
     world = World()
     world.put("v/global_step_5/actor/model_world_size_2_rank_0.pt", ZIP)

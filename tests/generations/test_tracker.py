@@ -313,6 +313,29 @@ async def test_a_tracker_is_written_although_the_journal_fails(mount, monkeypatc
     assert mount.attempts()[0].signals == {"deepspeed": "latest names it"}
 
 
+async def test_a_marker_that_came_after_the_close_belongs_to_the_save_that_it_closes_also_after_a_kill(
+    mount, monkeypatch
+):
+    await mount.write("run/step-5/weights.bin", b"x")
+    await mount.tracker.close_now(b"run/step-5")
+
+    async def never(*_arguments, **_options):
+        await trio.sleep_forever()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Effects, "_pin", never)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(mount.write, "run/step-5/model.safetensors.index.json", b'{"weight_map": {}}')
+            with trio.fail_after(30):
+                while len(mount.attempts()) == 1:
+                    await mount.journal.wait_changed()
+            nursery.cancel_scope.cancel()
+    mount.die()
+    mount.start()
+    await mount.tracker.resume()
+    assert mount.attempts()[-1].closed_at is not None
+
+
 async def test_an_old_marker_that_is_moved_with_its_save_does_not_close_it_after_the_kill(mount):
     await mount.save("run/step-5", **{"0_0": b"one"})
     await mount.write("run/step-5/__0_0.distcp", b"half")

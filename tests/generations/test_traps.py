@@ -36,6 +36,18 @@ def test_resave_with_a_smaller_world_leaves_stale_and_empty_shards():
     assert len(world.closes) == 2
 
 
+def test_resave_that_begins_with_new_names_is_not_complete_without_them():
+    """The first of its files that the old save had too may be the marker."""
+    world = World()
+    dcp_save(world, STEP, ranks=1)
+    world.put(f"{STEP}/__1_0.distcp")
+    world.put(f"{STEP}/.metadata.tmp", dcp_metadata("__1_0.distcp", "__2_0.distcp"))
+    world.rename(f"{STEP}/.metadata.tmp", f"{STEP}/.metadata")
+    assert (len(world.opens), len(world.closes)) == (2, 1)
+    world.put(f"{STEP}/__2_0.distcp")
+    assert len(world.closes) == 2
+
+
 def test_same_name_every_time():
     world = World()
     for _ in range(3):
