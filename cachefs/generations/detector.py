@@ -259,7 +259,7 @@ class Detector(Ledger):
         elif root is not None:
             save = self._saves.get(root)
             if save is not None:
-                save.dropped(save.placement.relative(path), now)
+                save.removed(save.placement.relative(path), now)
                 self._dirty.add(root)
         else:
             placement = self._placer.place(path)

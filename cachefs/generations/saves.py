@@ -97,7 +97,7 @@ class Seen(msgspec.Struct, frozen=True):
 @dataclass(slots=True)
 class Save:
     """One open save. `written` are the names changed in it, relative, `whole` those of them that came into it as they
-    are; `seen` the signals that fired, by preset.
+    are, `gone` those that were removed, and when; `seen` the signals that fired, by preset.
     `why` says in words who closes it `by_hand`.
 
     `unread` are finished files that could not be read, so that nobody knows whether they are a signal, and when they
@@ -113,6 +113,7 @@ class Save:
     changed: float
     written: set[bytes] = field(default_factory=set)
     whole: set[bytes] = field(default_factory=set)
+    gone: dict[bytes, float] = field(default_factory=dict)
     renamed: set[bytes] = field(default_factory=set)
     seen: dict[str, Seen] = field(default_factory=dict)
     proved: dict[str, str] = field(default_factory=dict)
@@ -127,7 +128,14 @@ class Save:
     def wrote(self, name: bytes, now: float) -> None:
         """A file was created, changed or brought here."""
         self.written.add(name)
+        self.gone.pop(name, None)
         self.changed = now
+
+    def removed(self, name: bytes, now: float) -> None:
+        """A name, or all below it, is gone and has no other one."""
+        if name in self.written:
+            self.gone[name] = now
+        self.dropped(name, now)
 
     def dropped(self, name: bytes, now: float) -> None:
         """A name, or all below it, is gone."""

@@ -97,6 +97,8 @@ def unmet(save: Save, preset: Preset, seen: Seen, view: View, *, alone: bool) ->
             return f"{guard} was not written in this save"
     if inside(seen.marker, root) and (reason := _torn(seen.marker, view)):
         return reason
+    if preset.strength != "A" and (gone := _removed_since(save, preset, seen.at)):
+        return f"{_text(gone)} was removed after the close signal"
     names = view.names(root)
     if blocked := [name for name in names if matches(name, preset.blocked_by)]:
         return f"{_text(blocked[0])} is still there"
@@ -128,6 +130,12 @@ NEXT_SAVE = "the next save started"
 def is_temporary(name: bytes, preset: Preset) -> bool:
     """Return whether any component of a relative name is a temporary one."""
     return any(matches(part, preset.temp_names) for part in name.split(b"/"))
+
+
+def _removed_since(save: Save, preset: Preset, signal: float) -> bytes | None:
+    """Rotation deletes a save file by file, and may be killed in the middle. Return what it has removed, or None."""
+    gone = (name for name, at in save.gone.items() if at > signal)
+    return next((name for name in gone if not (is_temporary(name, preset) or matches(name, preset.blocked_by))), None)
 
 
 def _torn(marker: bytes, view: View) -> str | None:

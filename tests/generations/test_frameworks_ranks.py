@@ -143,6 +143,38 @@ def test_saves_that_follow_one_another_within_the_quiet_time_all_close():
     assert world.closes == [(f"run/global_step{step}", "deepspeed", step) for step in steps]
 
 
+def test_a_deletion_that_is_cut_short_does_not_leave_a_complete_save():
+    """Rotation has begun to delete it before its time to close had come."""
+    world = World()
+    path = deepspeed(world)
+    other = f"{path}/zero_pp_rank_0_mp_rank_00_optim_states.pt"
+    world.put(other, ZIP)
+    world.put(f"{path}/lock.tmp")
+    world.put("run/latest", b"global_step5")
+    world.wait(1)
+    world.unlink(f"{path}/lock.tmp")
+    world.unlink(other)
+    world.wait(1000)
+    assert not world.closes
+    assert "optim_states.pt was removed after the close signal" in world.detector.open_saves()[path.encode()]
+    world.put(other, ZIP)
+    world.wait(31)
+    assert world.closes == [(path, "deepspeed", 5)]
+
+
+def test_what_was_removed_before_the_last_word_of_the_tracker_is_not_missed():
+    world = World()
+    path = deepspeed(world)
+    world.put(f"{path}/scratch")
+    world.put("run/latest", b"global_step5")
+    world.wait(1)
+    world.unlink(f"{path}/scratch")
+    world.wait(1)
+    world.put("run/latest", b"global_step5")
+    world.wait(31)
+    assert world.closes == [(path, "deepspeed", 5)]
+
+
 def test_megatron_saves_within_the_settle_time_all_close():
     world = World()
     for step in (100, 200):
