@@ -108,7 +108,9 @@ class Ledger:
             if other.placement.step is None or other.placement.step >= placement.step:
                 continue
             for preset in other.placement.candidates:
-                if any(signal.on == "next-save" for signal in preset.close):
+                seen = other.seen.get(preset.name)
+                # The first one proves it; the others say nothing new.
+                if any(signal.on == "next-save" for signal in preset.close) and (seen is None or seen.marker):
                     other.seen[preset.name] = Seen(signals.NEXT_SAVE, b"", now)
                     self._dirty.add(path)
         return save
