@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from cachefs.restore import reader
 from cachefs.restore.shards import read_shard
 from cachefs.store.open import open_store
 from integration.disks import cut_power, disk, photograph
-from integration.node import Node, await_condition, engine, node
+from integration.node import PATIENCE, Node, await_condition, engine, node
 from integration.proxy import Hold, Request, reset
 from integration.world import (
     MIB,
@@ -184,6 +185,29 @@ def test_power_is_cut_before_a_save_is_synced(world: World) -> None:
     await_state(one, "run/m.safetensors")
     assert states(one, "run/m.safetensors") == ["abandoned", "published"]
     world.verify(one, "run", saved)
+
+
+def test_killed_while_a_directory_that_got_its_name_is_pinned(tmp_path: Path) -> None:
+    """The rename was the close signal, and came before the kill. So many files keep the daemon busy for a while."""
+    (tmp_path / "store").mkdir()
+    with node(tmp_path / "node", f"file://{tmp_path}/store") as one, ThreadPoolExecutor() as trainer:
+        old, new = one.mnt / "ol" / "step2-tmp", one.mnt / "ol" / "step2"
+        for number in range(3000):
+            file = old / "train" / f"rank{number}.bin"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_bytes(b"x")
+        (old / "config.yaml").write_bytes(b"model: olmo\n")
+        renamed = trainer.submit(old.rename, new)
+        await_condition(lambda: [attempt.path for attempt in journaled(one)[0]] == ["ol/step2"], "it has its name")
+        one.kill()
+        with suppress(OSError):  # the rename has happened, and nobody answered
+            renamed.result(PATIENCE)
+        (attempt,) = journaled(one)[0]
+        assert attempt.closed_at is None
+        one.start()
+        one.wait("ol/step2", "staged")
+        (attempt,) = journaled(one)[0]
+        assert (attempt.files, attempt.preset) == (3001, "olmo")
 
 
 def test_killed_while_a_save_is_written(world: World) -> None:

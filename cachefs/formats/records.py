@@ -69,6 +69,10 @@ class AttemptRecord(msgspec.Struct, frozen=True):
     before it was closed, so that its bytes may be those of a later save of the name. `cancelled`: the training has
     removed it or started again before it was closed.
 
+    `opened_as` is the path at which its directory had a temporary name while it was written, "" for none.
+    `signals` are close signals, in words by preset, that came while it was open and that nothing takes back: what
+    carried one, a tracker, may name the next save by now.
+
     `boot` is the boot of the machine in which it was opened ("": not known, and so another one): its files are known to
     be on the disk only in that boot, or once it is `staged`.
     """
@@ -111,6 +115,8 @@ class AttemptRecord(msgspec.Struct, frozen=True):
     rewritten: bool = False
     cancelled: bool = False
     boot: str = ""
+    opened_as: str = ""
+    signals: dict[str, str] = {}
 
     @property
     def key(self) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Protocol
 
 import msgspec
@@ -34,9 +34,13 @@ class View(Protocol):
 
 
 class OpenSave(msgspec.Struct, frozen=True):
-    """The first change of a save: a new attempt begins. Take baselines of `marker_paths(placement)`."""
+    """The first change of a save: a new attempt begins. Take baselines of `marker_paths(placement, whole)`.
+
+    `whole` are the names that came into the save as they are, so that they are no markers of an earlier one.
+    """
 
     placement: Placement
+    whole: Set[bytes] = frozenset()
 
 
 class CloseSave(msgspec.Struct, frozen=True):
@@ -73,10 +77,23 @@ class Held(msgspec.Struct, frozen=True):
 
 
 class MoveSave(msgspec.Struct, frozen=True):
-    """The directory (or file) of an open save has a new name; the save goes on under `placement`."""
+    """The directory (or file) of an open save has a new name; the save goes on under `placement`.
+
+    `whole` are the names that were written in it, see `OpenSave`.
+    """
 
     old: bytes
     placement: Placement
+    whole: Set[bytes] = frozenset()
+
+
+class Proved(msgspec.Struct, frozen=True):
+    """Signals came that nothing takes back, in words by preset, and the save does not close yet. A later process must
+    know them: what carried them may say something else by then. Told again when the save moves.
+    """
+
+    path: bytes
+    signals: Mapping[str, str]
 
 
 class Incomplete(msgspec.Struct, frozen=True):
@@ -93,15 +110,15 @@ class Loose(msgspec.Struct, frozen=True):
     path: bytes
 
 
-Action = OpenSave | CloseSave | Held | CancelSave | AbandonSave | MoveSave | Incomplete | Loose
+Action = OpenSave | CloseSave | Held | CancelSave | AbandonSave | MoveSave | Proved | Incomplete | Loose
 
 
 class ResumedSave(msgspec.Struct, frozen=True):
     """A save the journal knows after a restart. `baselines` are those taken when it was opened, by path in the mount.
 
-    `closed` saves are only remembered, so that a change in them is told from a new save. `opened_as` is the path at
-    `OpenSave` if it was another (a temporary name). `written` are the files, by path in the mount, that a process which
-    outlived the mount still writes; it is told when they are closed.
+    `closed` saves are only remembered, so that a change in them is told from a new save. `opened_as` is the temporary
+    name under which it was written, as a path, b"" for none. `written` are the files, by path in the mount, that a
+    process which outlived the mount still writes; it is told when they are closed. `signals` are those of `Proved`.
     """
 
     path: bytes
@@ -109,3 +126,4 @@ class ResumedSave(msgspec.Struct, frozen=True):
     closed: bool = False
     opened_as: bytes = b""
     written: Sequence[bytes] = ()
+    signals: Mapping[str, str] = {}

@@ -4,7 +4,7 @@ transaction, reads the record again, and changes nothing that has moved on meanw
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import msgspec
 
@@ -173,6 +173,13 @@ def written_again(txn: Txn, attempt: str) -> None:
     record = txn.attempts.get(attempt)
     if record is not None and record.closed_at is None:
         txn.update_attempt(attempt, rewritten=True)
+
+
+def proved(txn: Txn, attempt: str, signals: Mapping[str, str]) -> None:
+    """Record the close signals of an open attempt that nothing takes back."""
+    record = txn.attempts.get(attempt)
+    if record is not None and record.closed_at is None:
+        txn.update_attempt(attempt, signals=dict(signals))
 
 
 def noted(txn: Txn, attempt: str, why: str) -> None:

@@ -19,6 +19,8 @@ from cachefs.staging.writers import written
 
 TRACKER_MAX = 64 << 10
 """Largest tracker file that is recorded, bytes; trackers hold a name or a number."""
+_REPLACED = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EINVAL})
+"""How a look at a name fails when it went, or became a link or a link no more (EINVAL), since the look before."""
 
 
 class ClosedSet(msgspec.Struct, frozen=True):
@@ -137,19 +139,27 @@ class Closer:
         fd = open_directory(self._tree_fd, parent)
         try:
             for name in sorted(os.listdir(fd)):
-                if not matches(os.fsencode(name), names):
-                    continue
-                stat = os.stat(name, dir_fd=fd, follow_symlinks=False)
-                text = to_text(os.fsencode(name))
-                if stat_module.S_ISLNK(stat.st_mode):
-                    target = os.readlink(os.fsencode(name), dir_fd=fd)
-                    if target.split(b"/")[0] == os.fsencode(self._attempt.generation):
-                        found.append(Tracker(text, target, symlink=True))
-                elif stat_module.S_ISREG(stat.st_mode) and stat.st_size <= TRACKER_MAX:
-                    found.append(Tracker(text, _read(name, fd)))
+                if matches(os.fsencode(name), names) and (tracker := self._tracker(name, fd)) is not None:
+                    found.append(tracker)
         finally:
             os.close(fd)
         return tuple(found)
+
+    def _tracker(self, name: str, fd: int) -> Tracker | None:
+        text = to_text(os.fsencode(name))
+        try:
+            stat = os.stat(name, dir_fd=fd, follow_symlinks=False)
+            if stat_module.S_ISLNK(stat.st_mode):
+                target = os.readlink(os.fsencode(name), dir_fd=fd)
+                own = target.split(b"/")[0] == os.fsencode(self._attempt.generation)
+                return Tracker(text, target, symlink=True) if own else None
+            if stat_module.S_ISREG(stat.st_mode) and stat.st_size <= TRACKER_MAX:
+                return Tracker(text, _read(name, fd))
+        except OSError as error:
+            # Nothing holds back who removes or replaces a tracker while the save beside it is pinned.
+            if error.errno not in _REPLACED:
+                raise
+        return None
 
 
 def pin_file(

@@ -24,6 +24,7 @@ from cachefs.generations.actions import (
     Held,
     Incomplete,
     MoveSave,
+    Proved,
     ResumedSave,
     View,
 )
@@ -174,7 +175,10 @@ class Detector(Ledger):
                     elif not gone:
                         self._outer(save, path, "parent-file", now, view)
                         self._outer(save, path, "symlink", now, view)
-            if resumed.opened_as and resumed.opened_as != resumed.path:
+            save.proved = dict(resumed.signals)
+            for preset_name, label in save.proved.items():
+                save.seen.setdefault(preset_name, Seen(label, b"", now))
+            if resumed.opened_as:
                 self._renamed_root(save, resumed.opened_as, now)
         return self._settle(now, view)
 
@@ -212,8 +216,7 @@ class Detector(Ledger):
         if name not in closed.late:
             return
         if any(signals.inner_signal(preset, name, renamed=renamed) for preset in closed.placement.candidates):
-            save = self._open(closed.placement, now)
-            save.written |= closed.late
+            save = self._open_again(closed, now)
             self._inner(save, name, now, renamed=renamed)
 
     def _moved_file(self, change: Change, now: float, view: View) -> None:
@@ -238,7 +241,7 @@ class Detector(Ledger):
                 save = self._saves.pop(old)
                 save.move(placement)
                 self._saves[path] = save
-                self._out.append(MoveSave(old, placement))
+                self._out.append(MoveSave(old, placement, save.written))
             else:
                 self._cancel(old, "renamed to a place that is no generation of its own")
         elif root == old:
@@ -277,7 +280,7 @@ class Detector(Ledger):
         elif root is not None:
             save = self._saves.get(root)
             if save is not None:
-                save.dropped(save.placement.relative(path), now)
+                save.removed(save.placement.relative(path), now)
                 self._dirty.add(root)
         else:
             placement = self._placer.place(path)
@@ -313,7 +316,7 @@ class Detector(Ledger):
             save.move(placement)
             self._saves[placement.path] = save
             self._dirty.add(placement.path)
-            self._out.append(MoveSave(root, placement))
+            self._out.append(MoveSave(root, placement, save.written))
             self._renamed_root(save, root, now)
         if path in self._saves or path in self._closed:
             return
@@ -385,6 +388,7 @@ class Detector(Ledger):
                 self._out.append(Held(held))
                 action = judge(save, held, now, view, alone=self._alone, open_deadline=self._open_deadline)
             if action is None:
+                self._prove(save)
                 continue
             del self._saves[path]
             self._out.append(action)
@@ -393,6 +397,12 @@ class Detector(Ledger):
         self._dirty.clear()
         out, self._out = self._out, []
         return out
+
+    def _prove(self, save: Save) -> None:
+        proved = {preset: seen.label for preset, seen in save.seen.items() if not seen.marker}
+        if proved != save.proved and not save.placement.temporary:
+            save.proved = proved
+            self._out.append(Proved(save.placement.path, proved))
 
 
 def _names(placement: Placement, view: View) -> frozenset[bytes]:

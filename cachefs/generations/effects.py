@@ -6,7 +6,7 @@ soon as the journal takes it.
 from __future__ import annotations
 
 import errno
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
 from contextlib import suppress
 
 import msgspec
@@ -28,6 +28,7 @@ from cachefs.generations.actions import (
     Loose,
     MoveSave,
     OpenSave,
+    Proved,
 )
 from cachefs.generations.closing import ClosedSet, Closer
 from cachefs.generations.early import EarlyUploads
@@ -102,10 +103,12 @@ class Effects:
         waiting: list[Awaitable[None]] = []
         for action in actions:
             match action:
-                case OpenSave(placement):
-                    waiting.append(self._open(placement))
-                case MoveSave(old, placement):
-                    waiting.append(self._move(old, placement))
+                case OpenSave(placement, whole):
+                    waiting.append(self._open(placement, whole))
+                case MoveSave(old, placement, whole):
+                    waiting.append(self._move(old, placement, whole))
+                case Proved(path, signals):
+                    waiting.append(self._proved(self.saves[path], signals))
                 case CloseSave(path):
                     waiting.append(self._close(path, action))
                 case Held(paths):
@@ -123,17 +126,17 @@ class Effects:
             return None
         return waiting[0] if len(waiting) == 1 else each(waiting)
 
-    def _open(self, placement: Placement) -> Awaitable[None]:
+    def _open(self, placement: Placement, whole: Set[bytes]) -> Awaitable[None]:
         save = Tracked(clock.new_id(), placement)
         self.saves[placement.path] = save
-        return self._journal_open(save)
+        return self._journal_open(save, whole)
 
-    async def _journal_open(self, save: Tracked) -> None:
+    async def _journal_open(self, save: Tracked, whole: Set[bytes] = frozenset()) -> None:
         """Journal a new attempt. A name that a framework only writes under is journaled when it gets its real one."""
         placement = save.placement
         if placement.temporary and save.closing is None:
             return
-        baselines = {to_text(path): self._view.identity(path) for path in marker_paths(placement)}
+        baselines = {to_text(path): self._view.identity(path) for path in marker_paths(placement, whole)}
         record = AttemptRecord(
             attempt=save.attempt,
             path=to_text(placement.path),
@@ -147,6 +150,7 @@ class Effects:
             baselines=baselines,
             rewritten=save.rewritten,
             boot=self._boot,
+            opened_as=to_text(save.opened_as),
         )
         try:
             await self._journal.write(lambda txn: attempts.insert(txn, record))
@@ -170,17 +174,25 @@ class Effects:
             del self.saves[path]
             self._lost(path)
 
-    def _move(self, old: bytes, placement: Placement) -> Awaitable[None]:
+    def _move(self, old: bytes, placement: Placement, whole: Set[bytes]) -> Awaitable[None]:
         save = self.saves.pop(old)
+        opened_as = old if save.placement.temporary else save.opened_as
         if save.journaled.is_set():
-            moved = Tracked(clock.new_id(), placement)
-            self.saves[placement.path] = moved
-            return each(
-                [self.end_attempt(save.attempt, f"renamed to {to_text(placement.path)}"), self._journal_open(moved)]
-            )
+            moved = self.saves[placement.path] = Tracked(clock.new_id(), placement, opened_as)
+            reason = f"renamed to {to_text(placement.path)}"
+            return each([self.end_attempt(save.attempt, reason), self._journal_open(moved, whole)])
         save.move(placement)
+        save.opened_as = opened_as
         self.saves[placement.path] = save
-        return self._journal_open(save)
+        return self._journal_open(save, whole)
+
+    async def _proved(self, save: Tracked, signals: Mapping[str, str]) -> None:
+        """Record signals. A tracker is written all the same when the journal fails: the record is then owed."""
+        await save.journaled.wait()
+        try:
+            await self._journal.write(lambda txn: attempts.proved(txn, save.attempt, signals))
+        except StagingError:
+            self._owe(lambda: self._journal.write(lambda txn: attempts.proved(txn, save.attempt, signals)))
 
     async def _incomplete(self, path: bytes, why: str) -> None:
         save = self.saves.get(path)

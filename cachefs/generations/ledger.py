@@ -86,7 +86,7 @@ class Ledger:
             if name not in closed.names and (kind in _NEW_NAME or name in closed.late):
                 closed.late.add(name)
                 return None
-            save = self._open(closed.placement, now)
+            save = self._open_again(closed, now)
         else:
             if placement is None or (kind is Kind.SYMLINKED and placement.kind == "file"):
                 return None
@@ -94,6 +94,8 @@ class Ledger:
                 return None
             save = self._open(placement, now)
         save.wrote(save.placement.relative(path), now)
+        if kind in (Kind.RENAMED, Kind.LINKED):
+            save.whole.add(save.placement.relative(path))
         self._dirty.add(save.placement.path)
         return save
 
@@ -115,16 +117,25 @@ class Ledger:
         self._closed.pop(placement.path, None)
         save = self._saves[placement.path] = Save(placement, now)
         self._dirty.add(placement.path)
-        self._out.append(OpenSave(placement))
+        self._out.append(OpenSave(placement, save.whole))
         for path, other in self._saves.items():
-            if other is save or other.placement.run != placement.run or placement.step is None:
+            if other is save or other.stale or other.placement.run != placement.run or placement.step is None:
                 continue
             if other.placement.step is None or other.placement.step >= placement.step:
                 continue
             for preset in other.placement.candidates:
-                if any(signal.on == "next-save" for signal in preset.close):
-                    other.seen[preset.name] = Seen(signals.NEXT_SAVE, placement.path, now)
+                seen = other.seen.get(preset.name)
+                # The first one proves it; the others say nothing new.
+                if any(signal.on == "next-save" for signal in preset.close) and (seen is None or seen.marker):
+                    other.seen[preset.name] = Seen(signals.NEXT_SAVE, b"", now)
                     self._dirty.add(path)
+        return save
+
+    def _open_again(self, closed: Closed, now: float) -> Save:
+        """Open a save where one was closed. It may have begun with names that the closed one did not have."""
+        save = self._open(closed.placement, now)
+        save.written |= closed.late
+        save.whole |= closed.late
         return save
 
     def _cancel(self, path: bytes, reason: str) -> None:
@@ -136,11 +147,14 @@ class Ledger:
             self._out.append(Loose(path))
 
     def _beside(self, path: bytes) -> list[Save]:
+        """Return the saves that a path beside them may be a signal for; not those of a process that is gone: who wrote
+        them may have failed when it went.
+        """
         above = parent(path)
         return [
             save
             for root, save in self._saves.items()
-            if parent(root) == above and root != path and save.placement.kind == "directory"
+            if parent(root) == above and root != path and save.placement.kind == "directory" and not save.stale
         ]
 
     def _unmark(self, path: bytes) -> None:
@@ -150,7 +164,9 @@ class Ledger:
     def _inner(self, save: Save, name: bytes, now: float, *, renamed: bool, again: bool = True) -> None:
         for preset in save.placement.candidates:
             label = signals.inner_signal(preset, name, renamed=renamed)
-            if label and (again or preset.name not in save.seen):
+            seen = save.seen.get(preset.name)
+            # A file in the save proves no more than what nothing takes back, and may be written once more.
+            if label and (seen is None or (again and seen.marker)):
                 save.seen[preset.name] = Seen(label, save.placement.path + b"/" + name, now)
 
     def _outer(self, save: Save, path: bytes, on: SignalKind, now: float, view: View) -> None:
@@ -164,7 +180,8 @@ class Ledger:
                 self._out.append(Incomplete(save.placement.path, str(error)))
                 continue
             if label:
-                save.seen[preset.name] = Seen(label, path, now)
+                # A marker that was removed is the save's own: made again, it says that the save is not complete.
+                save.seen[preset.name] = Seen(label, path if on == "marker-removed" else b"", now)
                 self._dirty.add(save.placement.path)
 
 

@@ -83,7 +83,11 @@ class OpenFiles:
 
 
 class Seen(msgspec.Struct, frozen=True):
-    """A close signal that fired: in words, the path that carried it, and when."""
+    """A close signal that fired: in words, the path that carried it, and when.
+
+    When the `marker` changes again, the signal holds no longer. It is b"" where nothing takes the signal back: a
+    tracker has named the save once, and goes on to name the next one.
+    """
 
     label: str
     marker: bytes
@@ -96,11 +100,14 @@ NO_SIGNAL = "the close signal"
 
 @dataclass(slots=True)
 class Save:
-    """One open save. `written` are the names changed in it, relative; `seen` the signals that fired, by preset.
+    """One open save. `written` are the names changed in it, relative, `whole` those of them that came into it as they
+    are, `gone` those that were removed, and when; `seen` the signals that fired, by preset.
     `why` says in words who closes it `by_hand`.
 
     `unread` are finished files that could not be read, so that nobody knows whether they are a signal, and when they
     are looked at again.
+
+    `proved` are the signals that nothing takes back and that the caller knows, in words by preset.
 
     `stale` marks a save of a process that is gone: the next change starts another. `wake` is when to look again,
     `waiting` says what it waits for, `held` since when open files alone hold it back. `known` says whether a preset
@@ -110,8 +117,11 @@ class Save:
     placement: Placement
     changed: float
     written: set[bytes] = field(default_factory=set)
+    whole: set[bytes] = field(default_factory=set)
+    gone: dict[bytes, float] = field(default_factory=dict)
     renamed: set[bytes] = field(default_factory=set)
     seen: dict[str, Seen] = field(default_factory=dict)
+    proved: dict[str, str] = field(default_factory=dict)
     by_hand: float | None = None
     why: str = ""
     stale: bool = False
@@ -124,8 +134,15 @@ class Save:
     def wrote(self, name: bytes, now: float) -> None:
         """A file was created, changed or brought here."""
         self.written.add(name)
+        self.gone.pop(name, None)
         self.known = self.known or None
         self.changed = now
+
+    def removed(self, name: bytes, now: float) -> None:
+        """A name, or all below it, is gone and has no other one."""
+        if name in self.written:
+            self.gone[name] = now
+        self.dropped(name, now)
 
     def dropped(self, name: bytes, now: float) -> None:
         """A name, or all below it, is gone."""
@@ -139,14 +156,14 @@ class Save:
         self.changed = now
 
     def unmark(self, marker: bytes) -> None:
-        """The path that carried a signal changes again: what it said no longer holds."""
+        """The path that carried a signal changes again: what it said no longer holds, see `Seen`."""
         self.unread.pop(marker, None)
         for preset in [preset for preset, seen in self.seen.items() if seen.marker == marker]:
             del self.seen[preset]
 
     def move(self, placement: Placement) -> None:
-        """The root has a new name."""
-        old, self.placement = self.placement.path, placement
+        """The root has a new name, and what is known of it goes by that."""
+        old, self.placement, self.proved = self.placement.path, placement, {}
         self.known = None
         for preset, seen in self.seen.items():
             if inside(seen.marker, old):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 
 from cachefs.errors import CorruptError
 from cachefs.generations.actions import View
@@ -102,6 +102,8 @@ def unmet(save: Save, preset: Preset, seen: Seen, view: View, *, alone: bool) ->
             return f"{guard} was not written in this save"
     if inside(seen.marker, root) and (reason := _torn(seen.marker, view)):
         return reason
+    if preset.strength != "A" and (gone := _removed_since(save, preset, seen.at)):
+        return f"{_text(gone)} was removed after the close signal"
     names = view.names(root)
     if blocked := [name for name in names if matches(name, preset.blocked_by)]:
         return f"{_text(blocked[0])} is still there"
@@ -128,6 +130,14 @@ def unmet(save: Save, preset: Preset, seen: Seen, view: View, *, alone: bool) ->
 
 
 NEXT_SAVE = "the next save started"
+
+
+def _removed_since(save: Save, preset: Preset, signal: float) -> bytes | None:
+    """Rotation deletes a save file by file, and may be killed in the middle. Return what it has removed, or None."""
+    for name, at in save.gone.items():
+        if at > signal and not is_temporary(name, preset.temp_names) and not matches(name, preset.blocked_by):
+            return name
+    return None
 
 
 def _torn(marker: bytes, view: View) -> str | None:
@@ -237,6 +247,10 @@ def named_paths(placement: Placement, preset: Preset) -> list[bytes]:
     return out
 
 
-def marker_paths(placement: Placement) -> list[bytes]:
-    """Return the paths whose `Baseline` is to be taken when a save opens, so that a restart can tell new from old."""
-    return sorted({path for preset in placement.candidates for path in named_paths(placement, preset)})
+def marker_paths(placement: Placement, whole: Set[bytes] = frozenset()) -> list[bytes]:
+    """Return the paths whose `Baseline` is to be taken when a save opens, so that a restart can tell new from old.
+
+    What belongs to the save already has none: `whole` are names in it.
+    """
+    paths = {path for preset in placement.candidates for path in named_paths(placement, preset)}
+    return sorted(paths - {placement.path + b"/" + name for name in whole})

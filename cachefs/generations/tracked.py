@@ -33,14 +33,18 @@ class Tracked:
     `unwritten` is the record that the journal refused although the save is closing.
 
     `finished` are the paths of files that were whole at some time, `rewritten` says that one of them was written again:
-    from then on the save may be the next one of its name.
+    from then on the save may be the next one of its name. `opened_as` is the path at which its directory had a
+    temporary name, b"" for none.
     """
 
-    __slots__ = ("attempt", "closing", "finished", "journaled", "lost", "placement", "rewritten", "unwritten")
+    __slots__ = (
+        "attempt", "closing", "finished", "journaled", "lost", "opened_as", "placement", "rewritten", "unwritten",
+    )  # fmt: skip
 
-    def __init__(self, attempt: str, placement: Placement) -> None:
+    def __init__(self, attempt: str, placement: Placement, opened_as: bytes = b"") -> None:
         self.attempt = attempt
         self.placement = placement
+        self.opened_as = opened_as
         self.journaled = trio.Event()
         self.closing: trio.Event | None = None
         self.lost = False

@@ -284,13 +284,22 @@ class Tracker:
             if is_open or attempt.closed_at is not None:
                 baselines = {to_bytes(marker): baseline for marker, baseline in attempt.baselines.items()}
                 written = self.outlived.find(path, attempt) if is_open else []
-                resumed.append(ResumedSave(path, baselines, closed=not is_open, written=written))
+                resumed.append(
+                    ResumedSave(
+                        path,
+                        baselines,
+                        closed=not is_open,
+                        opened_as=to_bytes(attempt.opened_as),
+                        written=written,
+                        signals=attempt.signals,
+                    )
+                )
         # The detector names what it takes up by path, so the attempts must be known before it speaks.
         for save in resumed:
             if not save.closed:
                 attempt = latest[to_text(save.path)]
                 placement = self._placer.any(save.path, is_file=attempt.kind == "file")
-                tracked = self._effects.saves[save.path] = Tracked(attempt.attempt, placement)
+                tracked = self._effects.saves[save.path] = Tracked(attempt.attempt, placement, save.opened_as)
                 tracked.journaled.set()
                 tracked.rewritten = attempt.rewritten
                 tracked.finished = {save.path + b"/" + name for name in self._view.names(save.path)}

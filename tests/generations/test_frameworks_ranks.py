@@ -130,6 +130,86 @@ def test_deepspeed_latest_comes_before_other_ranks_are_done():
     assert "run/zero_to_fp32.py" in world.loose
 
 
+def test_saves_that_follow_one_another_within_the_quiet_time_all_close():
+    """The tracker that named one of them names the next one: that takes nothing back."""
+    world = World()
+    steps = range(1, 4)
+    for step in steps:
+        deepspeed(world, step)
+        world.put("run/latest", f"global_step{step}".encode())
+        world.wait(2)
+    assert not world.closes
+    world.wait(31)
+    assert world.closes == [(f"run/global_step{step}", "deepspeed", step) for step in steps]
+
+
+def test_a_deletion_that_is_cut_short_does_not_leave_a_complete_save():
+    """Rotation has begun to delete it before its time to close had come."""
+    world = World()
+    path = deepspeed(world)
+    other = f"{path}/zero_pp_rank_0_mp_rank_00_optim_states.pt"
+    world.put(other, ZIP)
+    world.put(f"{path}/lock.tmp")
+    world.put("run/latest", b"global_step5")
+    world.wait(1)
+    world.unlink(f"{path}/lock.tmp")
+    world.unlink(other)
+    world.wait(1000)
+    assert not world.closes
+    assert "optim_states.pt was removed after the close signal" in world.detector.open_saves()[path.encode()]
+    world.put(other, ZIP)
+    world.wait(31)
+    assert world.closes == [(path, "deepspeed", 5)]
+
+
+def test_what_was_removed_before_the_last_word_of_the_tracker_is_not_missed():
+    world = World()
+    path = deepspeed(world)
+    world.put(f"{path}/scratch")
+    world.put("run/latest", b"global_step5")
+    world.wait(1)
+    world.unlink(f"{path}/scratch")
+    world.wait(1)
+    world.put("run/latest", b"global_step5")
+    world.wait(31)
+    assert world.closes == [(path, "deepspeed", 5)]
+
+
+def test_megatron_saves_within_the_settle_time_all_close():
+    world = World()
+    for step in (100, 200):
+        world.put(f"{megatron(world, step)}/metadata.json", b"{}")
+        world.put(TRACKER, b"%d" % step)
+    world.wait(6)
+    assert [step for _, _, step in world.closes] == [100, 200]
+
+
+def test_a_tracker_that_is_being_written_with_the_same_name_again_holds_nothing_back():
+    """Every rank of nanotron writes it; one may be killed in the middle, and leave it empty."""
+    world = World()
+    path = deepspeed(world)
+    world.put("run/latest", b"global_step5")
+    world.wait(29)
+    world.create("run/latest", b"")
+    world.wait(2)
+    assert world.closes == [(path, "deepspeed", 5)]
+
+
+def test_nemo_marker_that_is_made_again_takes_the_close_back():
+    """NeMo makes it before it deletes a checkpoint, too."""
+    world = World()
+    world.put(f"{NEMO}-unfinished", b"")
+    dcp_save(world, f"{NEMO}/weights")
+    world.put(f"{NEMO}/weights/metadata.json", b"{}")
+    world.unlink(f"{NEMO}-unfinished")
+    world.put(f"{NEMO}-unfinished", b"")
+    world.wait(1000)
+    assert not world.closes
+    world.unlink(f"{NEMO}-unfinished")
+    world.wait(6)
+    assert world.closes == [(NEMO, "nemo", 9)]
+
+
 def test_deepspeed_with_configured_shards():
     preset = from_config(
         [
@@ -206,6 +286,19 @@ def test_verl():
     assert not world.closes
     world.put("v/latest_checkpointed_iteration.txt", b"5")
     assert world.closes == [("v/global_step_5", "verl", 5)]
+
+
+def test_verl_saved_again_with_more_ranks():
+    world = World()
+    for ranks in (2, 4):
+        for rank in range(2):
+            world.put(f"v/global_step_5/actor/model_world_size_{ranks}_rank_{rank}.pt", ZIP)
+        world.put("v/global_step_5/data.pt", ZIP)
+        world.put("v/latest_checkpointed_iteration.txt", b"5")
+    assert len(world.closes) == 1
+    for rank in (2, 3):
+        world.put(f"v/global_step_5/actor/model_world_size_4_rank_{rank}.pt", ZIP)
+    assert len(world.closes) == 2
 
 
 def test_verl_missing_rank():

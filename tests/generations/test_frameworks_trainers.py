@@ -166,6 +166,15 @@ def test_accelerate_closes_when_the_next_save_starts():
     assert world.closes == [("p/checkpoint_1", "accelerate", 1)]
 
 
+def test_accelerate_rank_that_is_late_does_not_replace_the_start_of_the_next_save():
+    world = World()
+    world.put("p/checkpoint_1/random_states_0.pkl")
+    world.put("p/checkpoint_2/random_states_0.pkl")
+    world.put("p/checkpoint_1/random_states_1.pkl")
+    world.wait(61)
+    assert world.closes == [("p/checkpoint_1", "accelerate", 1)]
+
+
 def test_accelerate_with_configured_ranks():
     fields = preset_fields(BUILTIN["accelerate"])
     world = World(from_config([{"name": "accelerate", **fields, "ranks": 2}]))

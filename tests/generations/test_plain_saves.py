@@ -31,6 +31,28 @@ def test_plain_directories_close_when_the_next_starts():
     assert sorted(world.closes[1:]) == [("r/step_20", "plain", 20), ("r/step_30", "dcp", 30)]
 
 
+def test_a_next_save_that_is_removed_has_started_all_the_same():
+    world = World(select(["auto", "plain"]))
+    world.put("r/step_10/model.pt", ZIP)
+    world.put("r/step_20/model.pt", ZIP)
+    world.rmtree("r/step_20")
+    world.wait(11)
+    assert world.closes == [("r/step_10", "plain", 10)]
+
+
+def test_the_saves_after_the_next_one_do_not_prove_what_is_left_of_a_deletion():
+    world = World(select(["auto", "plain"]))
+    world.put("r/step_10/model.pt", ZIP)
+    world.put("r/step_10/optim.pt", ZIP)
+    for step in (20, 30):
+        world.put(f"r/step_{step}/model.pt", ZIP)
+        world.wait(1)
+        if step == 20:
+            world.unlink("r/step_10/optim.pt")
+    world.wait(1000)
+    assert world.closes == [("r/step_20", "plain", 20)]
+
+
 def test_plain_directory_with_a_torn_file_stays_open():
     world = World(select(["auto", "plain"]))
     world.put("r/step-10/model.pt", ZIP[:60])

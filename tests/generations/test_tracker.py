@@ -14,15 +14,17 @@ import msgspec
 import pytest
 import trio
 
+from cachefs import clock
 from cachefs.errors import CachefsError, NotFoundError, StagingError
 from cachefs.formats.keys import Keys
 from cachefs.formats.manifest import Pin
 from cachefs.formats.records import AttemptRecord, State
 from cachefs.generations import attempts, releaser, retrying
 from cachefs.generations.actions import CloseSave
-from cachefs.generations.catalog import AUTO
+from cachefs.generations.catalog import AUTO, DEEPSPEED
 from cachefs.generations.closing import Closer
 from cachefs.generations.detector import Detector
+from cachefs.generations.effects import Effects
 from cachefs.generations.placement import Placer
 from cachefs.generations.releaser import Releaser
 from cachefs.generations.tracked import Hints
@@ -243,6 +245,108 @@ async def test_a_save_whose_signal_came_before_the_kill_is_closed_by_the_next_st
     (attempt,) = mount.attempts()
     assert attempt.closed_at is not None
     assert mount.pinned(attempt) == {"__0_0.distcp": b"one", ".metadata": metadata("0_0")}
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "files"),
+    [
+        ("run/step2-tmp", "run/step2", {"model.pt": zipped(b"x"), "config.yaml": b"{}"}),
+        ("run/foo.tmp", "run/foo", {"__0_0.distcp": b"x", ".metadata": metadata("0_0")}),
+        ("run/built elsewhere", "run/last.ckpt", {"meta.pt": zipped(b"x")}),
+    ],
+    ids=["the rename is the signal", "a marker was written before", "nobody knew the old name"],
+)
+async def test_a_directory_that_got_its_name_right_before_the_kill_is_closed_by_the_next_start(
+    mount, monkeypatch, old, new, files
+):
+    for name, data in files.items():
+        await mount.write(f"{old}/{name}.tmp", data)
+        await mount.rename(f"{old}/{name}.tmp", f"{old}/{name}")
+
+    async def never(*_arguments, **_options):
+        await trio.sleep_forever()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Effects, "_pin", never)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(mount.rename, old, new)
+            with trio.fail_after(30):
+                while not any(attempt.path == new for attempt in mount.attempts()):
+                    await mount.journal.wait_changed()
+            nursery.cancel_scope.cancel()
+    assert mount.attempts()[-1].closed_at is None
+    mount.die()
+    mount.start()
+    await mount.tracker.resume()
+    attempt = mount.attempts()[-1]
+    assert attempt.closed_at is not None
+    assert mount.pinned(attempt) == files
+
+
+@pytest.mark.parametrize("moved", [False, True])
+async def test_a_tracker_that_named_a_save_before_the_kill_closes_it_after_it(mount, moved):
+    """It names the next one by then; so the journal must know."""
+    for step in (1, 2):
+        await mount.write(f"run/global_step{step}/mp_rank_00_model_states.pt", zipped(b"x"))
+        await mount.write("run/latest", b"global_step%d" % step)
+    await mount.write("run/global_step3/mp_rank_00_model_states.pt", zipped(b"x"))
+    if moved:
+        await mount.rename("run", "kept")
+    mount.die()
+    mount.start()
+    await mount.tracker.resume()
+    assert all(attempt.closed_at is None for attempt in mount.attempts())
+    in_time = mount.tracker._detector.due(clock.monotonic() + DEEPSPEED.quiet, mount.tracker._view)
+    await mount.tracker._effects.carry_out(in_time)
+    closed = [attempt for attempt in mount.attempts() if attempt.closed_at is not None]
+    assert [attempt.generation for attempt in closed] == ["global_step1", "global_step2"]
+    assert {attempt.signal for attempt in closed} == {"latest names it"}
+    assert {attempt.run for attempt in closed} == {"kept" if moved else "run"}
+
+
+async def test_a_tracker_is_written_although_the_journal_fails(mount, monkeypatch):
+    await mount.write("run/global_step1/mp_rank_00_model_states.pt", zipped(b"x"))
+    disk = Full(mount, monkeypatch)
+    disk.full = True
+    await mount.write("run/latest", b"global_step1")
+    assert mount.attempts()[0].signals == {}
+    disk.full = False
+    await mount.tracker._catch_up()
+    assert mount.attempts()[0].signals == {"deepspeed": "latest names it"}
+
+
+async def test_a_marker_that_came_after_the_close_belongs_to_the_save_that_it_closes_also_after_a_kill(
+    mount, monkeypatch
+):
+    await mount.write("run/step-5/weights.bin", b"x")
+    await mount.tracker.close_now(b"run/step-5")
+
+    async def never(*_arguments, **_options):
+        await trio.sleep_forever()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Effects, "_pin", never)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(mount.write, "run/step-5/model.safetensors.index.json", b'{"weight_map": {}}')
+            with trio.fail_after(30):
+                while len(mount.attempts()) == 1:
+                    await mount.journal.wait_changed()
+            nursery.cancel_scope.cancel()
+    mount.die()
+    mount.start()
+    await mount.tracker.resume()
+    assert mount.attempts()[-1].closed_at is not None
+
+
+async def test_an_old_marker_that_is_moved_with_its_save_does_not_close_it_after_the_kill(mount):
+    await mount.save("run/step-5", **{"0_0": b"one"})
+    await mount.write("run/step-5/__0_0.distcp", b"half")
+    await mount.rename("run/step-5", "run/step-6")
+    mount.die()
+    mount.start()
+    await mount.tracker.resume()
+    moved = mount.attempts()[-1]
+    assert (moved.path, moved.state, moved.closed_at) == ("run/step-6", State.OPEN, None)
 
 
 async def test_an_old_marker_does_not_close_the_save_that_was_open_at_the_kill(mount):

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from cachefs.errors import InvalidError
-from cachefs.generations.actions import CancelSave, CloseSave, Held, OpenSave, ResumedSave
+from cachefs.generations.actions import CancelSave, CloseSave, Held, OpenSave, Proved, ResumedSave
 from cachefs.generations.detector import Detector
 from cachefs.generations.placement import Placer
+from cachefs.generations.presets import from_config
 from cachefs.generations.signals import marker_paths
 from cachefs.staging.changes import Change, Kind
 
@@ -32,6 +33,18 @@ def test_resave_with_a_smaller_world_leaves_stale_and_empty_shards():
     dcp_save(world, STEP, ranks=4)
     world.put(f"{STEP}/__9_0.distcp", b"")
     dcp_save(world, STEP, ranks=1)
+    assert len(world.closes) == 2
+
+
+def test_resave_that_begins_with_new_names_is_not_complete_without_them():
+    """The first of its files that the old save had too may be the marker."""
+    world = World()
+    dcp_save(world, STEP, ranks=1)
+    world.put(f"{STEP}/__1_0.distcp")
+    world.put(f"{STEP}/.metadata.tmp", dcp_metadata("__1_0.distcp", "__2_0.distcp"))
+    world.rename(f"{STEP}/.metadata.tmp", f"{STEP}/.metadata")
+    assert (len(world.opens), len(world.closes)) == (2, 1)
+    world.put(f"{STEP}/__2_0.distcp")
     assert len(world.closes) == 2
 
 
@@ -215,7 +228,7 @@ def test_trackers_moving_backwards_and_garbage():
     world.put("run/latest_checkpointed_iteration.txt", b"100\n")
     world.put("run/latest_checkpointed_iteration.txt", b"90")
     world.wait(1000)
-    assert not world.closes, "the last word counts"
+    assert world.closes == [("run/iter_0000100", "megatron-legacy", 100)], "it was named once"
 
 
 def test_every_network_of_temporary_names_blocks_a_quiet_close():
@@ -484,6 +497,28 @@ def test_tracker_and_guard_at_resume():
     assert world.closes == [(path, "megatron", 100)]
 
 
+@pytest.mark.parametrize("signal", ["tracker", "next save"])
+def test_a_signal_after_the_kill_does_not_close_what_was_open_before_it(signal):
+    """A rank that was refused while there was no mount may be missing in it."""
+    world = World()
+    path = "run/global_step5" if signal == "tracker" else "run/checkpoint_5"
+    name = "mp_rank_00_model_states.pt" if signal == "tracker" else "random_states_0.pkl"
+    base = baselines(world, path)
+    world.put(f"{path}/{name}", ZIP)
+    restart(world, {path.encode(): base})
+    if signal == "tracker":
+        world.put("run/latest", b"global_step5")
+    else:
+        world.put(f"run/checkpoint_6/{name}", ZIP)
+    world.wait(1000)
+    assert not world.closes
+    world.put(f"{path}/{name}", ZIP)
+    world.put("run/latest", b"global_step5")
+    world.put("run/checkpoint_7/random_states_0.pkl")
+    world.wait(1000)
+    assert path in [closed for closed, _, _ in world.closes]
+
+
 def test_removed_marker_at_resume():
     world = World()
     path = "log/m-step=9"
@@ -516,6 +551,25 @@ def test_closed_saves_are_remembered_over_a_restart():
     assert not world.opens
     world.create(f"{STEP}/__0_0.distcp")
     assert [type(action) for action in world.actions] == [OpenSave]
+
+
+def test_what_a_tracker_said_of_a_save_is_told_once_and_again_under_its_real_name():
+    """A save under a temporary name is not journaled yet."""
+    table = {
+        "name": "own", "pattern": "s(?P<step>[0-9]+)", "temp": "s(?P<step>[0-9]+)-new", "strength": "C",
+        "close": [{"on": "parent-file", "names": ["latest"]}],
+    }  # fmt: skip
+    world = World(from_config([table]))
+    world.put("run/s5-new/model.pt", ZIP)
+    world.put("run/latest", b"5")
+    assert not world.of(Proved)
+    world.rename("run/s5-new", "run/s5")
+    world.put("run/latest", b"5")
+    assert world.of(Proved) == [Proved(b"run/s5", {"own": "latest names it"})]
+    world.rename("run", "kept")
+    assert world.of(Proved)[1:] == [Proved(b"kept/s5", {"own": "latest names it"})]
+    world.wait(31)
+    assert [path for path, _, _ in world.closes] == ["kept/s5"]
 
 
 def test_temporary_name_finished_at_resume():

@@ -122,6 +122,47 @@ def test_trackers_beside_the_save_are_recorded_with_their_bytes(staging, pins):
     assert found == [("latest", b"step-1", False), ("latest-link", b"step-1/x.bin", True)]
 
 
+@pytest.mark.parametrize("became", ["nothing", "a link", "a file"])
+@pytest.mark.parametrize("moment", ["listed", "looked at"])
+def test_a_tracker_that_is_replaced_during_the_close_costs_its_record_only(staging, pins, monkeypatch, moment, became):
+    """Another rank removes and makes it again: nothing holds that back."""
+    put(staging, "run/step-1/x.bin")
+    put(staging, "run/latest")
+    tracker = staging.tree / "run/latest-rank1"
+    if became == "a file":
+        tracker.symlink_to("step-1")
+    else:
+        put(staging, "run/latest-rank1", b"step-1")
+    stat = os.stat
+
+    def replaced(path, **options):
+        before = stat(path, **options) if path != "latest-rank1" or moment == "looked at" else None
+        if path != "latest-rank1":
+            return before
+        tracker.unlink()
+        if became == "a link":
+            tracker.symlink_to("step-2")
+        elif became == "a file":
+            tracker.write_bytes(b"x" * (TRACKER_MAX + 1))
+        return before or stat(path, **options)
+
+    monkeypatch.setattr(os, "stat", replaced)
+    closed = close(staging, pins)
+    assert [one.path for one in closed.trackers] == ["latest"]
+    assert [shard.paths for shard in closed.shards] == [("x.bin",)]
+
+
+def test_a_tracker_that_cannot_be_read_is_not_left_out(staging, pins, monkeypatch):
+    put(staging, "run/latest")
+
+    def fail(*_arguments):
+        raise OSError(errno.EIO, "lost")
+
+    monkeypatch.setattr(os, "pread", fail)
+    with pytest.raises(OSError, match="lost"):
+        close(staging, pins)
+
+
 def test_early_pins_are_taken_over_when_the_file_is_still_the_same(staging, pins):
     """A changed or missing one is dropped; a renamed one keeps its bytes under its new path."""
     for name in ("same", "renamed", "changed", "removed"):
