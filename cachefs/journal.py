@@ -99,9 +99,12 @@ class Table(Generic[R]):
 
 
 class Txn:
-    """A transaction: the tables, and the few operations that span them."""
+    """A transaction: the tables, and the few operations that span them. `version` is the newest commit that one for
+    reading sees.
+    """
 
     def __init__(self, txn: Any, dbs: dict[str, Any]) -> None:
+        self.version = int(txn.id())
         self.attempts = Table(txn, dbs["attempts"], AttemptRecord)
         self.shards = Table(txn, dbs["shards"], ShardRecord)
         self.parts = Table(txn, dbs["parts"], PartRecord)
@@ -272,7 +275,11 @@ class Journal:
 
     @property
     def version(self) -> int:
-        """Return the number of the newest commit, of whatever process: tells a cache whether it is still right."""
+        """Return the number of the newest commit, of whatever process: tells a cache whether it is still right.
+
+        What is read afterwards may lack a commit of another process that has this number already: LMDB writes the page
+        first and then lets readers begin with it. `Txn.version` says what was seen.
+        """
         return int(self._env.info()["last_txnid"])
 
     def note_commit(self) -> None:

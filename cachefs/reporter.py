@@ -73,19 +73,18 @@ class Reporter:
 
     async def read(self) -> Read:
         """Return what the journal holds: read in a worker thread, and only if it was written since the last time."""
-        version = self._journal.version
-        if self._read_at != version:
+        if self._read_at != self._journal.version:
             try:
-                found = await in_thread(self._read_journal)
+                found, version = await in_thread(self._read_journal)
             except NoThread:  # who asks gets an answer all the same
-                found = self._read_journal()
+                found, version = self._read_journal()
             if version >= self._read_at:  # else a later reading was quicker
                 self._read, self._read_at = found, version
         return self._read
 
-    def _read_journal(self) -> Read:
+    def _read_journal(self) -> tuple[Read, int]:
         with self._journal.read() as txn:
-            return read(txn)
+            return read(txn), txn.version
 
     async def status(self) -> Status:
         """Return the whole status."""
@@ -153,10 +152,9 @@ class Reporter:
 
     def _newest(self, path: str) -> AttemptRecord | None:
         """Return the newest attempt of the generation a path lies in."""
-        version = self._journal.version
-        if self._latest_at != version:
-            self._latest_at = version
+        if self._latest_at != self._journal.version:
             with self._journal.read() as txn:
+                self._latest_at = txn.version
                 attempts = sorted(txn.attempts.scan(), key=lambda record: record.serial)
             self._latest = {attempt.path: attempt for attempt in attempts}
         while path:

@@ -288,6 +288,20 @@ async def test_a_status_reads_the_journal_off_the_event_loop_and_once_per_commit
     assert threading.get_ident() not in threads
 
 
+async def test_what_was_read_just_before_a_commit_is_not_taken_for_what_follows_it(answers, monkeypatch):
+    """A commit of the engine is announced an instant before readers see it."""
+    journal, reporter = answers.reporter._journal, answers.reporter
+    announced = journal.version + 1
+    with monkeypatch.context() as early:
+        early.setattr(Journal, "version", property(lambda self: announced))
+        assert (await reporter.read()).attempts[0].state is State.PUBLISHED
+        assert reporter.answer(b"run/step-2/x", "state") == b"published"
+    journal.write_now(lambda txn: txn.update_attempt("a", state=State.ABANDONED))
+    assert journal.version == announced
+    assert (await reporter.read()).attempts[0].state is State.ABANDONED
+    assert reporter.answer(b"run/step-2/x", "state") == b"abandoned"
+
+
 def test_the_state_of_a_file_is_told_without_reading_the_shards_of_its_save(answers, monkeypatch):
     monkeypatch.setattr("cachefs.reporter.add_up", lambda shards: pytest.fail("read the shards"))
     assert answers.reporter.answer(b"run/step-2/x", "state") == b"published"
