@@ -76,7 +76,8 @@ class Open(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     `count` members must report; `members` are their names, empty when only the number is known. `wish` is the save of a
     member that asked for the attempt. `again`: the member that asked, or else the owner, has had a save of this name
-    just before that found no attempt; such a save is not part of this one on any member.
+    just before that found no attempt; such a save is not part of this one on any member. `resumed`: it has had one
+    whose attempt ended while it was written, and has gone on with that or begun the next.
     """
 
     run: str
@@ -92,6 +93,7 @@ class Open(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     opened_at: str
     wish: str = ""
     again: bool = False
+    resumed: bool = False
     format: Literal[1] = FORMAT
 
 
@@ -230,7 +232,7 @@ class Abandoned(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class Wanted(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`wanted/<attempt>.json`: a member has a save for which the owner has opened no attempt. `attempt` is the
-    member's own id of it, `serial` the order of its saves, `again` as in the open record.
+    member's own id of it, `serial` the order of its saves, `again` and `resumed` as in the open record.
     """
 
     run: str
@@ -241,6 +243,7 @@ class Wanted(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     step: int
     serial: int = 0
     again: bool = False
+    resumed: bool = False
     format: Literal[1] = FORMAT
 
 

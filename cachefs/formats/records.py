@@ -64,10 +64,10 @@ class AttemptRecord(msgspec.Struct, frozen=True):
     `shared` is the id under which another daemon opened the attempt, or ours for it: "" until this member has joined
     one, or has refused one with this save (then without `opened_epoch`), and always in what this daemon opens.
     `foreign` marks an attempt that this daemon owns and of which nothing is in its mount, `wish` the save of the member
-    that asked for it, `again` as in its open record. `count` members must report, `members` are their names (empty:
-    only the number is known), `complete` says that all have. `rewritten`: one of its files was written a second time
-    before it was closed, so that its bytes may be those of a later save of the name. `cancelled`: the training has
-    removed it or started again before it was closed.
+    that asked for it, `again` and `resumed` as in its open record. `count` members must report, `members` are their
+    names (empty: only the number is known), `complete` says that all have. `rewritten`: one of its files was written a
+    second time before it was closed, so that its bytes may be those of a later save of the name. `cancelled`: the
+    training has removed it or started again before it was closed.
 
     `opened_as` is the path at which its directory had a temporary name while it was written, "" for none.
     `signals` are close signals, in words by preset, that came while it was open and that nothing takes back: what
@@ -109,6 +109,7 @@ class AttemptRecord(msgspec.Struct, frozen=True):
     foreign: bool = False
     wish: str = ""
     again: bool = False
+    resumed: bool = False
     members: tuple[str, ...] = ()
     count: int = 1
     complete: bool = False
@@ -151,6 +152,7 @@ class SharedRecord(msgspec.Struct, frozen=True):
     seq: int
     wish: str = ""
     again: bool = False
+    resumed: bool = False
     late: bool = False
     waiting: tuple[str, ...] = ()
     local: str = ""

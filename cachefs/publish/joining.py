@@ -21,8 +21,8 @@ from cachefs.members import Members
 WRITTEN_AGAIN = "superseded: the name was written again before an owner had opened this save"
 MISSED = "an attempt of this name ended before this save was joined to one: it may have been a part of that one"
 CUT_SHORT = (
-    "the save of this name before it was given up while it was written, and others may have gone on with that one: "
-    "which of the two the attempt is for cannot be told"
+    "the save of this name before it was given up while it was written, and the member that this attempt was opened "
+    "for may be at that one: which of the two it is for cannot be told"
 )
 ONE_OF_TWO = (
     "this name was written twice before an owner had opened it, on this member or on the one that asked for the "
@@ -97,7 +97,7 @@ def decide(
             return decided + [Refuse(offer.attempt, doubts(doubt)) for offer in offers if offer.close is not None]
         return decided + _without(offers, saves)
     if len(offers) == 1 and len(free) == 1 and not _lost(offers[0], saves):
-        if cut_short(_before(free[0], saves)):
+        if resumed(free[0], saves) and not offers[0].resumed:
             return [*decided, Refuse(offers[0].attempt, CUT_SHORT, (free[0].attempt,))]
         if offers[0].again != again(free[0], saves, granted):
             return [*decided, Refuse(offers[0].attempt, ONE_OF_TWO, (free[0].attempt,))]
@@ -148,31 +148,32 @@ def again(save: AttemptRecord, saves: Sequence[AttemptRecord], granted: Collecti
 
     Then an attempt may be opened for either. Members that agree in this have written the name equally often since they
     last agreed: both parts are of the first time, or both of the second. One that was refused counts as found, for the
-    others have heard of it; so members that disagreed once agree again. One whose attempt ended while it was written
-    counts as not found: who had no part of it yet may be writing that part now. `granted` are saves that find theirs
-    now.
+    others have heard of it; so members that disagreed once agree again. `granted` are saves that find theirs now.
     """
     before = _before(save, saves)
-    if before is None or before.attempt in granted:
-        return False
-    return cut_short(before) or (before.opened_epoch is None and not before.shared)
+    found = before is None or before.opened_epoch is not None or before.shared or before.attempt in granted
+    return not found
 
 
 def _before(save: AttemptRecord, saves: Sequence[AttemptRecord]) -> AttemptRecord | None:
     return max((one for one in saves if one.serial < save.serial), key=lambda one: one.serial, default=None)
 
 
-def cut_short(save: AttemptRecord | None) -> bool:
-    """Return whether a save was given up with its attempt while it was written. Other members may be writing their part
-    of it still, so an attempt of its name that is opened later may be for it, or for the save after it. Not so when the
-    training has dropped it, or has started again since, as it does with the daemon.
+def resumed(save: AttemptRecord, saves: Sequence[AttemptRecord]) -> bool:
+    """Return whether the save of this name that this member had just before was given up with its attempt while it was
+    written: this one goes on with it, or is the next.
+
+    A member that had no part of that one yet may be writing its part now: an attempt that is opened for it is not for
+    this save. Not so when the training has dropped the save before, or has started again since, as it does with the
+    daemon.
     """
+    before = _before(save, saves)
     return (
-        save is not None
-        and save.state is State.ABANDONED
-        and save.opened_epoch is not None
-        and save.closed_at is None
-        and not save.cancelled
+        before is not None
+        and before.state is State.ABANDONED
+        and before.opened_epoch is not None
+        and before.closed_at is None
+        and not before.cancelled
     )
 
 

@@ -56,7 +56,15 @@ def rfc3339(seconds: float) -> str:
 
 
 def opening(
-    attempt: AttemptRecord, *, epoch: int, ordinal: int, owner: str, members: Sequence[str], count: int, again: bool
+    attempt: AttemptRecord,
+    *,
+    epoch: int,
+    ordinal: int,
+    owner: str,
+    members: Sequence[str],
+    count: int,
+    again: bool,
+    resumed: bool,
 ) -> Open:
     """Return `open.json`: the set of members whose reports the manifest will need is fixed here (I16), or their number
     when their names are not known.
@@ -75,6 +83,7 @@ def opening(
         opened_at=rfc3339(attempt.opened_at),
         wish=attempt.wish,
         again=again,
+        resumed=resumed,
     )
 
 

@@ -15,7 +15,7 @@ from cachefs.formats.manifest import MemberReport, Wanted
 from cachefs.formats.records import AttemptRecord
 from cachefs.journal import Journal
 from cachefs.publish import joined
-from cachefs.publish.joining import again, attempt_for
+from cachefs.publish.joining import again, attempt_for, resumed
 from cachefs.publish.problems import Problems
 from cachefs.publish.promotion import Listed
 from cachefs.publish.settings import Settings
@@ -83,6 +83,7 @@ class OwnWishes:
             step=save.step,
             serial=save.serial,
             again=again(save, same),
+            resumed=resumed(save, same),
         )
         await self._writes.create(self._writes.keys.wanted(run, save.attempt), wanted, _equal)
         await self._journal.write(partial(joined.show, save.attempt, WANTED))
@@ -158,7 +159,8 @@ class OthersWishes:
 
 
 def _equal(theirs: Wanted, ours: Wanted) -> bool:
-    return msgspec.structs.replace(theirs, again=ours.again) == ours  # the save before may have found its attempt
+    # The save before may have found its attempt meanwhile, and lost it.
+    return msgspec.structs.replace(theirs, again=ours.again, resumed=ours.resumed) == ours
 
 
 def first_due(wishes: Collection[Wanted]) -> list[Wanted]:

@@ -64,15 +64,15 @@ def test_only_the_part_of_another_attempt_is_known() -> None:
         assert isinstance(only, Refuse), doubt
 
 
-def test_after_a_save_that_was_cut_short_only_what_was_opened_for_this_one_is_joined() -> None:
-    """Others may go on with the save that was given up, or begin with it; not when the training has dropped it."""
+def test_after_a_save_that_was_cut_short_no_attempt_is_joined_of_a_member_that_had_no_part_of_it() -> None:
+    """That one may begin with it only now; not when the training has dropped it."""
     short = save(1, State.ABANDONED, opened_epoch=1, ordinal=0)
     assert decided([offer("o")], [short, save(2)]) == [Refuse("o", joining.CUT_SHORT, ("s2",))]
-    assert decided([offer("o", again=True)], [short, save(2)]) == [Refuse("o", joining.CUT_SHORT, ("s2",))]
-    assert decided([offer("o", wish="s2", again=True)], [short, save(2)]) == [Join("o", "s2")]
-    assert decided([offer("o", again=True)], [save(2)])[0] == Refuse("o", joining.ONE_OF_TWO, ("s2",))
-    dropped = save(1, State.ABANDONED, opened_epoch=1, ordinal=0, cancelled=True)
-    assert decided([offer("o")], [dropped, save(2)]) == [Join("o", "s2")]
+    assert decided([offer("o", resumed=True)], [short, save(2)]) == [Join("o", "s2")]
+    assert decided([offer("o", wish="s2", resumed=True)], [short, save(2)]) == [Join("o", "s2")]
+    assert decided([offer("o", resumed=True)], [save(2)]) == [Join("o", "s2")]
+    for known in ({"cancelled": True}, {"closed_at": 1.0}):
+        assert decided([offer("o")], [msgspec.structs.replace(short, **known), save(2)]) == [Join("o", "s2")]
 
 
 def test_a_save_that_waited_when_the_attempt_was_found_is_a_candidate() -> None:

@@ -29,7 +29,9 @@ ATTEMPT = AttemptRecord(
     state=State.FLUSHED,
     closed_at=60.0,
 )
-OPEN = sealing.opening(ATTEMPT, epoch=3, ordinal=2, owner="n1/x", members=["n2", "n1"], count=2, again=False)
+OPEN = sealing.opening(
+    ATTEMPT, epoch=3, ordinal=2, owner="n1/x", members=["n2", "n1"], count=2, again=False, resumed=False
+)
 
 
 def shard(path: str, data: bytes = b"data", **fields: Any) -> ShardRecord:
