@@ -10,7 +10,7 @@ from cachefs.formats.records import AttemptRecord, RunRecord, State
 
 
 class Pending(msgspec.Struct, frozen=True):
-    """Saves that are not published, by path. Those that are `closed` or `closing` go on by themselves: `closing` are
+    """Saves that are not published, by path, the oldest first. Those that are `closed` or `closing` go on by themselves: `closing` are
     complete but for a quiet time, files that are still open, or their pins. `fenced` are closed saves of runs that
     another daemon has taken over; they wait for a restart. `open` are all others: they wait for the training.
     """
@@ -30,7 +30,7 @@ def pending(attempts: Iterable[AttemptRecord], runs: Iterable[RunRecord], closin
     """Sort the attempts that are not at their end. `closing` are the paths of open saves whose close signal came."""
     taken = {run.run for run in runs if run.fenced_by}
     closed, fenced, still_open = [], [], []
-    for attempt in attempts:
+    for attempt in sorted(attempts, key=lambda one: one.serial):
         if attempt.state.final:
             continue
         if attempt.closed_at is None:
