@@ -10,9 +10,9 @@ from cachefs.formats.records import AttemptRecord, RunRecord, State
 
 
 class Pending(msgspec.Struct, frozen=True):
-    """Saves that are not published, by path, the oldest first. Those that are `closed` or `closing` go on by themselves: `closing` are
-    complete but for a quiet time, files that are still open, or their pins. `fenced` are closed saves of runs that
-    another daemon has taken over; they wait for a restart. `open` are all others: they wait for the training.
+    """Saves that are not published, by path, the oldest first. What is `closed` or `closing` goes on by itself:
+    `closing` are complete but for a quiet time, files that are still open, or their pins. `fenced` are closed saves of
+    runs that another daemon has taken over; they wait for a restart. `open` are all others: they wait for the training.
     """
 
     closed: tuple[str, ...] = ()
