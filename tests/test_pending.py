@@ -36,6 +36,11 @@ def test_every_save_that_is_not_at_its_end_is_sorted():
     assert found.moving
 
 
+def test_the_oldest_comes_first():
+    late, early = attempt("late", serial=2, closed_at=1.0), attempt("early", serial=1, closed_at=1.0)
+    assert pending([late, early], []).closed == ("early", "late")
+
+
 def test_what_other_members_write_is_pending_but_not_left_open_or_fenced_here():
     """Of a foreign attempt nothing is on this disk."""
     others = [attempt("open", foreign=True), attempt("closed", foreign=True, closed_at=1.0)]
