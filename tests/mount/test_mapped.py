@@ -57,6 +57,15 @@ async def test_what_follows_a_close_is_told_after_it(kernel):
     ]
 
 
+async def test_an_overwrite_comes_after_the_close_of_what_it_overwrites(kernel):
+    """Training that saves to one path again and again writes as many saves as it says."""
+    writer = await closed_under_a_map(kernel, b"x.pt")
+    os.close(writer)
+    kernel.observer.told()
+    await kernel.open(b"x.pt", os.O_WRONLY | os.O_TRUNC)
+    assert kernel.observer.told() == [(Kind.CLOSED, b"x.pt"), (Kind.TRUNCATED, b"x.pt")]
+
+
 async def test_other_handles_come_and_go_meanwhile(kernel):
     """The file can be opened, written, and given a size; its close is told once."""
     writer = await closed_under_a_map(kernel, b"x.pt")
