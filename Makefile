@@ -80,11 +80,13 @@ lint: dev
 check: lint
 	@.venv/bin/python -m pytest tests -q -m "not server and not mount and not torch"
 
+# Two at a time: most of the integration tests wait for a daemon, while those of the rules keep a core busy.
+EVERY_TEST := .venv/bin/python -m pytest tests integration -n 2 --dist worksteal --durations=10
 test: dev torch servers
 	@if [ -e .venv/.torch ]; then \
-	    .venv/bin/python -m pytest tests integration --durations=10; \
+	    $(EVERY_TEST); \
 	else \
-	    .venv/bin/python -m pytest tests integration --durations=10 -m "not torch"; \
+	    $(EVERY_TEST) -m "not torch"; \
 	    $(NO_TORCH); \
 	fi
 
