@@ -45,7 +45,7 @@ def test_torn_zip(cut):
 def test_zip_with_a_comment_and_with_bytes_after_its_end():
     out = io.BytesIO()
     with zipfile.ZipFile(out, "w") as archive:
-        archive.writestr("a", b"x")
+        archive.writestr(zipfile.ZipInfo("a"), b"x")
         archive.comment = b"PK\x05\x06 a comment that looks like a record"
     check_zip(Bytes(out.getvalue()))
     with pytest.raises(CorruptError):

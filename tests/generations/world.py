@@ -227,12 +227,12 @@ class World:
 
 
 def torch_zip(payload: bytes = b"weights" * 100) -> bytes:
-    """Bytes laid out as torch.save writes them: stored members, directory last."""
+    """Bytes laid out as torch.save writes them: stored members, directory last. The same at any time."""
     out = io.BytesIO()
     with zipfile.ZipFile(out, "w", zipfile.ZIP_STORED) as archive:
-        archive.writestr("archive/data.pkl", b"\x80\x02}.")
-        archive.writestr("archive/data/0", payload)
-        archive.writestr("archive/version", b"3\n")
+        archive.writestr(zipfile.ZipInfo("archive/data.pkl"), b"\x80\x02}.")
+        archive.writestr(zipfile.ZipInfo("archive/data/0"), payload)
+        archive.writestr(zipfile.ZipInfo("archive/version"), b"3\n")
     return out.getvalue()
 
 

@@ -27,6 +27,12 @@ from cachefs.retention.executor import Collector
 from tests.publish.schedules import Choose, explore
 from tests.retention.interleavings import Scene, scene
 
+
+def shown(value: object) -> str:
+    """Return a name for a parameter that is the same in every process."""
+    return "+".join(sorted(value)) if isinstance(value, set) else str(value)
+
+
 CASTS: list[tuple[int, tuple[str, ...], dict[str, Any], set[str]]] = [
     (15, ("reader", "collector"), {}, {"Held", "NotFoundError"}),
     (30, ("reader", "collector"), {"dies": True}, {"Held", "NotFoundError", "dead"}),
@@ -37,7 +43,7 @@ CASTS: list[tuple[int, tuple[str, ...], dict[str, Any], set[str]]] = [
 ]
 
 
-@pytest.mark.parametrize(("orders", "cast", "given", "outcomes"), CASTS, ids=lambda value: str(value))
+@pytest.mark.parametrize(("orders", "cast", "given", "outcomes"), CASTS, ids=shown)
 def test_every_order(orders: int, cast: tuple[str, ...], given: dict[str, Any], outcomes: set[str]) -> None:
     """Nothing is lost in any order, and in some orders the first of the cast is early enough, in others too late."""
     seen: set[str] = set()
