@@ -246,11 +246,19 @@ class Detector(Ledger):
                 self._cancel(old, "renamed to a place that is no generation of its own")
         elif root == old:
             self._closed.pop(old, None)
-        elif root is not None and (save_ := self._saves.get(root)):
-            save_.dropped(save_.placement.relative(old), now)
-            self._dirty.add(root)
+        elif root is not None:
+            self._dropped(root, old, now)
         elif root is None and self._placer.place(old) is None:
             self._loose(old)
+
+    def _dropped(self, root: bytes, path: bytes, now: float) -> None:
+        """A name in a generation is gone, or all below it."""
+        one = self._saves.get(root)
+        if one is not None:
+            one.dropped(one.placement.relative(path), now)
+            self._dirty.add(root)
+        elif (closed := self._closed.get(root)) is not None:
+            closed.dropped(closed.placement.relative(path))
 
     def _arrived(self, path: bytes, kind: Kind, now: float, view: View) -> None:
         """A whole file appeared under a name: renamed or linked there."""
@@ -282,6 +290,8 @@ class Detector(Ledger):
             if save is not None:
                 save.removed(save.placement.relative(path), now)
                 self._dirty.add(root)
+            else:
+                self._dropped(root, path, now)
         else:
             placement = self._placer.place(path)
             if placement is None or placement.kind == "file":
@@ -298,9 +308,8 @@ class Detector(Ledger):
         for root in [root for root in self._closed if inside(root, path)]:
             del self._closed[root]
         inner = self._known(old)
-        if inner is not None and inner != old and inner in self._saves:
-            self._saves[inner].dropped(self._saves[inner].placement.relative(old), now)
-            self._dirty.add(inner)
+        if inner is not None and inner != old:
+            self._dropped(inner, old, now)
         for root in [root for root in self._closed if inside(root, old)]:
             closed = self._closed.pop(root)
             placement = self._root_at(moved(root, old, path), closed.placement)

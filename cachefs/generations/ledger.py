@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from cachefs.errors import CorruptError, InvalidError, UnreadableError
 from cachefs.formats.names import to_text
 from cachefs.generations import signals
@@ -71,7 +73,7 @@ class Ledger:
         root = self._known(path)
         placement = self._placer.place(path)
         closed = self._closed.get(root) if root is not None else None
-        if closed is not None and placement is not None and _outgrown(closed.placement, placement):
+        if closed is not None and placement is not None and _outgrown(closed, placement):
             del self._closed[closed.placement.path]
             root, closed = None, None
         elif root in self._saves and placement is not None and self._gives_way(self._saves[root], placement):
@@ -90,7 +92,7 @@ class Ledger:
         else:
             if placement is None or (kind is Kind.SYMLINKED and placement.kind == "file"):
                 return None
-            if placement.kind == "directory" and not self._make_room(placement):
+            if placement.kind == "directory" and not self._make_room(placement, path):
                 return None
             save = self._open(placement, now)
         save.wrote(save.placement.relative(path), now)
@@ -100,13 +102,25 @@ class Ledger:
         return save
 
     def _gives_way(self, save: Save, placement: Placement) -> bool:
-        return _outgrown(save.placement, placement) and all(one.fallback for one in signals.applicable(save))
+        """Return whether an open save ends because another one begins in its directory: that one has a name of its own,
+        and only a fallback takes this one for a save.
+        """
+        if not _by_contents(save.placement) or not all(one.fallback for one in signals.applicable(save)):
+            return False
+        return _is_below(placement, save.placement) and (
+            _has_name(placement) or (placement.kind == "file" and placement.step is not None)
+        )
 
-    def _make_room(self, placement: Placement) -> bool:
-        """Single files below a new generation become part of it; a directory generation below forbids it."""
+    def _make_room(self, placement: Placement, path: bytes = b"") -> bool:
+        """Single files below a new generation become part of it; a directory generation below forbids it. So do the
+        single files of a run, which have steps, when a fallback takes its directory for a generation because of `path`.
+        """
         below = [root for root in (*self._saves, *self._closed) if inside(root, placement.path)]
-        known = [self._saves.get(root) or self._closed[root] for root in below]
-        if any(one.placement.kind == "directory" for one in known):
+        known = [(self._saves.get(root) or self._closed[root]).placement for root in below]
+        if any(one.kind == "directory" for one in known):
+            return False
+        weak = bool(path) and _by_fallback(placement, {placement.relative(path)})
+        if weak and any(one.step is not None for one in known):
             return False
         for root in below:
             self._cancel(root, "part of a generation now")
@@ -185,11 +199,30 @@ class Ledger:
                 self._dirty.add(save.placement.path)
 
 
-def _outgrown(closed: Placement, placement: Placement) -> bool:
-    """Return whether a checkpoint's own name appeared below a directory that only its contents made a generation.
+def _outgrown(closed: Closed, placement: Placement) -> bool:
+    """Return whether something appeared below a directory that only its contents made a generation, and shows that it
+    is the directory of a run: a checkpoint's own name; or a single file, where a fallback took it for a generation.
 
     Then that was a save into a run's directory: the generations of the run go on, each by itself.
     """
-    by_contents = all(preset.generic for preset in closed.candidates)
-    below = placement.kind == "directory" and placement.path != closed.path and inside(placement.path, closed.path)
-    return by_contents and below and not all(preset.generic for preset in placement.candidates)
+    if not _by_contents(closed.placement) or not _is_below(placement, closed.placement):
+        return False
+    return _has_name(placement) or (placement.kind == "file" and _by_fallback(closed.placement, closed.names))
+
+
+def _by_contents(placement: Placement) -> bool:
+    return placement.kind == "directory" and all(preset.generic for preset in placement.candidates)
+
+
+def _by_fallback(placement: Placement, names: Collection[bytes]) -> bool:
+    known = signals.knowing(placement, names)
+    return _by_contents(placement) and bool(known) and all(preset.fallback for preset in known)
+
+
+def _is_below(placement: Placement, root: Placement) -> bool:
+    return placement.path != root.path and inside(placement.path, root.path)
+
+
+def _has_name(placement: Placement) -> bool:
+    """Return whether a directory is called like a checkpoint."""
+    return placement.kind == "directory" and not all(preset.generic for preset in placement.candidates)

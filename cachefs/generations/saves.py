@@ -101,7 +101,8 @@ NO_SIGNAL = "the close signal"
 @dataclass(slots=True)
 class Save:
     """One open save. `written` are the names changed in it, relative, `whole` those of them that came into it as they
-    are, `gone` those that were removed, and when; `seen` the signals that fired, by preset.
+    are, `gone` those that were removed, and when, `came` when names came first that came after a signal; `seen` the
+    signals that fired, by preset.
     `why` says in words who closes it `by_hand`.
 
     `unread` are finished files that could not be read, so that nobody knows whether they are a signal, and when they
@@ -119,6 +120,7 @@ class Save:
     written: set[bytes] = field(default_factory=set)
     whole: set[bytes] = field(default_factory=set)
     gone: dict[bytes, float] = field(default_factory=dict)
+    came: dict[bytes, float] = field(default_factory=dict)
     renamed: set[bytes] = field(default_factory=set)
     seen: dict[str, Seen] = field(default_factory=dict)
     proved: dict[str, str] = field(default_factory=dict)
@@ -133,6 +135,8 @@ class Save:
 
     def wrote(self, name: bytes, now: float) -> None:
         """A file was created, changed or brought here."""
+        if self.seen and name not in self.written and name not in self.gone:
+            self.came.setdefault(name, now)
         self.written.add(name)
         self.gone.pop(name, None)
         self.known = self.known or None
@@ -184,3 +188,7 @@ class Closed:
     names: frozenset[bytes]
     seen: bool
     late: set[bytes] = field(default_factory=set)
+
+    def dropped(self, name: bytes) -> None:
+        """A name, or all below it, is gone."""
+        self.late = {path for path in self.late if not inside(path, name)}

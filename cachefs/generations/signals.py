@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Collection, Iterable, Sequence, Set
 
 from cachefs.errors import CorruptError
 from cachefs.generations.actions import View
@@ -21,9 +21,14 @@ _TRACKER_MAX = 4096
 
 def applicable(save: Save) -> list[Preset]:
     """Return the presets that may close a save, judged by the files written in it."""
+    return knowing(save.placement, save.written)
+
+
+def knowing(placement: Placement, names: Collection[bytes]) -> list[Preset]:
+    """Return the presets that a generation of these names is one of, the first of those that go by contents alone."""
     out: list[Preset] = []
-    for preset in save.placement.candidates:
-        if preset.evidence and not any(matches(name, preset.evidence) for name in save.written):
+    for preset in placement.candidates:
+        if preset.evidence and not any(matches(name, preset.evidence) for name in names):
             continue
         if not (preset.generic and out):
             out.append(preset)
@@ -135,7 +140,11 @@ NEXT_SAVE = "the next save started"
 def _removed_since(save: Save, preset: Preset, signal: float) -> bytes | None:
     """Rotation deletes a save file by file, and may be killed in the middle. Return what it has removed, or None."""
     for name, at in save.gone.items():
-        if at > signal and not is_temporary(name, preset.temp_names) and not matches(name, preset.blocked_by):
+        if (
+            at > signal >= save.came.get(name, signal)
+            and not is_temporary(name, preset.temp_names)
+            and not matches(name, preset.blocked_by)
+        ):
             return name
     return None
 

@@ -162,6 +162,18 @@ def test_a_deletion_that_is_cut_short_does_not_leave_a_complete_save():
     assert world.closes == [(path, "deepspeed", 5)]
 
 
+def test_what_came_and_went_after_the_signal_is_not_missed():
+    """Lock files, and temporary ones under a name that does not say so."""
+    world = World()
+    path = deepspeed(world)
+    world.put("run/latest", b"global_step5")
+    world.wait(1)
+    world.put(f"{path}/scratch")
+    world.unlink(f"{path}/scratch")
+    world.wait(31)
+    assert world.closes == [(path, "deepspeed", 5)]
+
+
 def test_what_was_removed_before_the_last_word_of_the_tracker_is_not_missed():
     world = World()
     path = deepspeed(world)

@@ -116,6 +116,47 @@ def test_a_sharded_model_in_the_directory_of_a_run_does_not_swallow_its_checkpoi
     assert "out/model-00001-of-00003.safetensors" in world.loose
 
 
+def test_a_sharded_model_in_the_directory_of_a_run_does_not_swallow_its_single_files():
+    """Neither those that come after it, nor those before."""
+    world = World()
+    save_pretrained(world, "run")
+    world.wait(31)
+    names = ("step_100.pt", "last.ckpt", "step_200.pt", "last.ckpt")
+    for name in names:
+        world.put(f"run/{name}", ZIP)
+    assert [path for path, _, _ in world.closes] == ["run", *(f"run/{name}" for name in names)]
+    save_pretrained(world, "run")
+    world.wait(31)
+    assert len(world.closes) == 5
+    assert not world.cancels
+    assert "run/model-00001-of-00003.safetensors" in world.loose
+
+
+def test_a_sharded_model_that_never_got_its_index_does_not_swallow_single_files():
+    world = World()
+    world.put("run/model-00001-of-00002.safetensors", TENSORS)
+    world.put("run/step_100.pt", ZIP)
+    assert world.cancels == ["run"]
+    assert world.closes == [("run/step_100.pt", "single", 100)]
+
+
+def test_a_checkpoint_that_is_written_beside_a_sharded_model_stays_a_save_of_its_own():
+    world = World()
+    file = world.create("run/step_100.pt", ZIP)
+    world.put("run/model-00001-of-00002.safetensors", TENSORS)
+    file.close()
+    assert world.closes == [("run/step_100.pt", "single", 100)]
+
+
+def test_files_without_a_step_are_part_of_the_sharded_model_that_they_lie_beside():
+    world = World()
+    world.put("run/adapter.pt", ZIP)
+    save_pretrained(world, "run")
+    world.put("run/optimizer.pt", ZIP)
+    world.wait(31)
+    assert world.closes == [("run/adapter.pt", "single", None), ("run", "hf-model", None)]
+
+
 def test_hf_trainer_blocked_by_its_sentinel():
     world = World()
     path = "out/checkpoint-5"

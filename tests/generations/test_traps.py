@@ -652,3 +652,15 @@ def test_directory_built_elsewhere_and_moved_into_place():
     world.wait(31)
     assert world.closes == [("run/checkpoint-5", "hf-trainer", 5)]
     assert not world.of(CancelSave)
+
+
+def test_a_directory_that_came_late_and_went_is_nothing_the_next_save_waits_for():
+    """As little as a file of it that was renamed out of the save."""
+    world = World()
+    dcp_save(world, STEP)
+    world.put(f"{STEP}/optim/__0_0.distcp")
+    world.put(f"{STEP}/optim/__1_0.distcp")
+    world.unlink(f"{STEP}/optim/__0_0.distcp")
+    world.rename(f"{STEP}/optim/__1_0.distcp", "aside")
+    dcp_save(world, STEP)
+    assert [path for path, _, _ in world.closes] == [STEP, STEP]
