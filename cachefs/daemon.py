@@ -24,6 +24,7 @@ from cachefs.formats.keys import Keys
 from cachefs.formats.records import Meta
 from cachefs.gate import try_store
 from cachefs.gauges import Gauges
+from cachefs.generations import attempts
 from cachefs.generations.catalog import configured
 from cachefs.generations.detector import Detector
 from cachefs.generations.placement import Placer
@@ -151,6 +152,7 @@ class Daemon:
             async with trio.open_nursery() as nursery:
                 await nursery.start(self._supervisor.run)
                 await self._first_look()
+                await self._journal.write(partial(attempts.serving, self._supervisor.incarnation))
                 self._session.start()
                 await nursery.start(self._tracker.run)
                 await nursery.start(self._tracker.early.run)

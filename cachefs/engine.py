@@ -160,7 +160,7 @@ class Engine:
         """Flush and publish."""
         config = self._config
         await self._hop(loading.sweep, config.staging / "load")
-        settings = publish_settings(config, ranges)
+        settings = publish_settings(config, ranges, self._incarnation)
         looks, watch, gc = self._problems = Problems(), Problems(), Problems("garbage collection: ")
         writes = Writes(self._store, self._keys, self._hop, looks.pause)
         if not settings.owner:

@@ -49,13 +49,14 @@ def flush_settings(config: Config) -> FlushSettings:
     )
 
 
-def publish_settings(config: Config, ranges: bool) -> PublishSettings:
-    """Return how this daemon publishes; `ranges`: whether the store honours ranges of a version."""
+def publish_settings(config: Config, ranges: bool, incarnation: str = "") -> PublishSettings:
+    """Return how this daemon (`incarnation`) publishes; `ranges`: whether the store honours ranges of a version."""
     members = config.membership
     return PublishSettings(
         member=members.name,
         host=members.name,
         writer=f"cachefs {__version__}",
+        incarnation=incarnation,
         names=members.names,
         count=members.count,
         owner=members.owner,

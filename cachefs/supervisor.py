@@ -85,6 +85,11 @@ class Supervisor:
         """Return the engine's process id, 0 while there is none."""
         return self._process.pid if self._process is not None else 0
 
+    @property
+    def incarnation(self) -> str:
+        """Return the id of this start of the daemon."""
+        return self._start.incarnation
+
     def totals(self) -> Totals:
         """Return the counters of this engine and those before it."""
         before = self._before

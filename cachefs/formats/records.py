@@ -67,7 +67,7 @@ class AttemptRecord(msgspec.Struct, frozen=True):
     that asked for it, `again` and `resumed` as in its open record. `count` members must report, `members` are their
     names (empty: only the number is known), `complete` says that all have. `rewritten`: one of its files was written a
     second time before it was closed, so that its bytes may be those of a later save of the name. `cancelled`: the
-    training has removed it or started again before it was closed.
+    training has removed it before it was closed.
 
     `opened_as` is the path at which its directory had a temporary name while it was written, "" for none.
     `signals` are close signals, in words by preset, that came while it was open and that nothing takes back: what
@@ -136,8 +136,9 @@ class SharedRecord(msgspec.Struct, frozen=True):
     `seq` is that of a pointer that lists it: an older pointer, read from a lagging replica, says nothing about it.
     `waiting` are this member's saves of the name that had no attempt when it learned of this one. `local` is this
     member's own attempt that belongs to it, "" for none. `late`: it was opened before there was a daemon on this disk
-    that looked at the run. `close` is its close record, `report` what this member has answered, `refused` why it cannot
-    take part, `tested` the epoch of the manifest of which it has tested its share.
+    that looked at the run; `before`: before anything could be written in this mount. `close` is its close record,
+    `report` what this member has answered, `refused` why it cannot take part, `tested` the epoch of the manifest of
+    which it has tested its share.
     """
 
     attempt: str
@@ -154,6 +155,7 @@ class SharedRecord(msgspec.Struct, frozen=True):
     again: bool = False
     resumed: bool = False
     late: bool = False
+    before: bool = False
     waiting: tuple[str, ...] = ()
     local: str = ""
     close: Close | None = None
@@ -208,7 +210,9 @@ class RunRecord(msgspec.Struct, frozen=True):
     """What this daemon knows of a run: the epoch it holds (0: none), and the highest step and ordinal it has used.
 
     `incarnation` is the daemon that `epoch` was granted to, or that lost the run to `fenced_by`. `looked`: a
-    daemon on this disk has looked at the run's open attempts. `seq` is that of the newest pointer it has seen.
+    daemon on this disk has looked at the run's open attempts. `seq` is that of the newest pointer it has seen. `ended`
+    are names of which an attempt ended that is older than anything written in this mount, until this member has joined
+    another.
     """
 
     run: str
@@ -220,6 +224,7 @@ class RunRecord(msgspec.Struct, frozen=True):
     incarnation: str = ""
     looked: bool = False
     seq: int = 0
+    ended: tuple[str, ...] = ()
 
 
 class LooseRecord(msgspec.Struct, frozen=True):
@@ -232,9 +237,12 @@ class LooseRecord(msgspec.Struct, frozen=True):
 
 
 class Meta(msgspec.Struct, frozen=True):
-    """`format` of the journal, and a serial that numbers attempts in the order they were opened on this node."""
+    """`format` of the journal, and a serial that numbers attempts in the order they were opened on this node. `serving`
+    is the daemon (its incarnation) whose mount serves, or has served last.
+    """
 
     format: int = 1
     serial: int = 0
     store: str = ""
     member: str = ""
+    serving: str = ""

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 import msgspec
 
 from cachefs import clock
-from cachefs.formats.records import AttemptRecord, RunRecord, ShardRecord, State
+from cachefs.formats.records import AttemptRecord, Meta, RunRecord, ShardRecord, State
 from cachefs.generations.actions import CloseSave
 from cachefs.generations.closing import ClosedSet
 from cachefs.journal import Txn
@@ -30,11 +30,11 @@ def sweep(txn: Txn, pins: Pins) -> None:
     pins.sweep({attempt.attempt for attempt in txn.attempts.scan()})
 
 
-def begin_anew(txn: Txn) -> None:
-    """Record that the daemon starts, and the training with it: what it was writing when that was given up, is over."""
-    for attempt in list(txn.attempts.scan()):
-        if attempt.state is State.ABANDONED and attempt.closed_at is None and not attempt.cancelled:
-            txn.update_attempt(attempt.attempt, cancelled=True)
+def serving(incarnation: str, txn: Txn) -> None:
+    """Record that the mount of a daemon serves from now on: what was found before is older than what it will hold."""
+    meta = txn.meta.get("meta") or Meta()
+    if meta.serving != incarnation:
+        txn.meta.put("meta", msgspec.structs.replace(meta, serving=incarnation))
 
 
 def is_over(txn: Txn, attempt: str) -> bool:

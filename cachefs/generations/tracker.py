@@ -266,7 +266,6 @@ class Tracker:
         """
         for lost in await self._journal.write(lambda txn: attempts.abandon_unsynced(txn, self._boot)):
             _log.error("save abandoned", path=lost.path, reason=attempts.UNSYNCED)
-        await self._journal.write(attempts.begin_anew)
         await self._journal.write(lambda txn: attempts.sweep(txn, self._pins))
         with self._journal.read() as txn:
             known = sorted((a for a in txn.attempts.scan() if not a.foreign), key=lambda record: record.serial)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping
 from functools import partial
 from typing import TypeVar
@@ -43,7 +44,10 @@ class Answers:
         nursery: trio.Nursery,
         confirm: Confirm,
         problems: Problems,
+        started: int,
     ) -> None:
+        """`started` is the serial of the newest save when the daemon started."""
+        self._started = started
         self._journal = journal
         self._writes = writes
         self._settings = settings
@@ -171,7 +175,8 @@ class Answers:
                 published = None
             self._sealed.pop(record.attempt, None)
             if published is None and not record.local and self._expected(record):
-                await self._journal.write(partial(joined.miss, run, {record.generation}))
+                until = self._started if record.before else math.inf
+                await self._journal.write(partial(joined.miss, run, {record.generation}, until=until))
             await self._journal.write(partial(joined.ended, record, published, reason))
             await self._journal.write(lambda txn: forget_shards(txn, run))
 

@@ -119,7 +119,7 @@ class Finder:
         ]
         record = _shared(opened, seen, epoch=opened.epoch, ordinal=opened.ordinal)
         record = msgspec.structs.replace(record, late=late, waiting=tuple(waiting))
-        await self._journal.write(partial(joined.put, record))
+        await self._journal.write(partial(joined.found, record, self._settings.incarnation))
         return True
 
     async def _take_no_part(self, run: str, entry: OpenAttempt, seen: Seen, error: CorruptError) -> None:

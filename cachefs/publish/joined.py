@@ -9,7 +9,7 @@ from collections.abc import Collection, Sequence
 import msgspec
 
 from cachefs.formats.pointer import Published
-from cachefs.formats.records import AttemptRecord, RunRecord, SharedRecord, State
+from cachefs.formats.records import AttemptRecord, Meta, RunRecord, SharedRecord, State
 from cachefs.journal import Journal, Txn
 from cachefs.publish import joining
 from cachefs.publish.joining import Join, Refuse
@@ -43,6 +43,15 @@ def put(record: SharedRecord, txn: Txn) -> None:
     txn.shared.put(record.attempt, record)
 
 
+def found(record: SharedRecord, incarnation: str, txn: Txn) -> None:
+    """Record an attempt that is new here, and whether it is older than anything that was written in this mount: whether
+    the daemon `incarnation` has not let the mount serve yet.
+    """
+    meta = txn.meta.get("meta") or Meta()
+    before = bool(incarnation) and meta.serving != incarnation
+    txn.shared.put(record.attempt, msgspec.structs.replace(record, before=before))
+
+
 def looked(run: str, seq: int, txn: Txn) -> None:
     """Record a look at a run, and the pointer that it saw."""
     record = txn.runs.get(run) or RunRecord(run)
@@ -63,6 +72,7 @@ def join(decision: Join, txn: Txn) -> None:
     if record is None or save is None or save.state.final:
         return
     txn.shared.put(attempt, msgspec.structs.replace(record, local=local))
+    _note_ended(txn, record, ended=False)
     txn.update_attempt(
         local,
         shared=attempt,
@@ -103,16 +113,26 @@ def answered(record: SharedRecord, txn: Txn) -> None:
 def ended(record: SharedRecord, published: Published | None, reason: str, txn: Txn) -> None:
     """Record what became of an attempt, and forget it."""
     txn.shared.delete(record.attempt)
+    if record.before and not record.local:
+        _note_ended(txn, record, ended=published is None)
     if record.local and published is not None:
         record_published(txn, record.local, published)
     elif record.local:
         update(txn, record.local, state=State.ABANDONED, error=reason)
 
 
-def miss(run: str, ended: Collection[str], txn: Txn) -> None:
-    """End the saves that an attempt of their name may have needed, which has ended."""
+def _note_ended(txn: Txn, record: SharedRecord, *, ended: bool) -> None:
+    """Note that an attempt ended that is older than anything written in this mount; or that this is over."""
+    run = txn.runs.get(record.run) or RunRecord(record.run)
+    names = tuple(name for name in run.ended if name != record.generation) + (record.generation,) * ended
+    if names != run.ended:
+        txn.runs.put(record.run, msgspec.structs.replace(run, ended=names))
+
+
+def miss(run: str, ended: Collection[str], txn: Txn, *, until: float = float("inf")) -> None:
+    """End the saves that an attempt of their name may have needed, which has ended (joining.missed)."""
     saves = [save for save in txn.attempts.scan() if save.run == run and not save.foreign]
-    for save in joining.missed(saves, ended):
+    for save in joining.missed(saves, ended, until):
         update(txn, save.attempt, state=State.ABANDONED, error=joining.MISSED)
 
 

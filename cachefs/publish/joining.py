@@ -97,7 +97,7 @@ def decide(
             return decided + [Refuse(offer.attempt, doubts(doubt)) for offer in offers if offer.close is not None]
         return decided + _without(offers, saves)
     if len(offers) == 1 and len(free) == 1 and not _lost(offers[0], saves):
-        if resumed(free[0], saves) and not offers[0].resumed:
+        if resumed(free[0], saves, started) and not offers[0].resumed:
             return [*decided, Refuse(offers[0].attempt, CUT_SHORT, (free[0].attempt,))]
         if offers[0].again != again(free[0], saves, granted):
             return [*decided, Refuse(offers[0].attempt, ONE_OF_TWO, (free[0].attempt,))]
@@ -159,22 +159,37 @@ def _before(save: AttemptRecord, saves: Sequence[AttemptRecord]) -> AttemptRecor
     return max((one for one in saves if one.serial < save.serial), key=lambda one: one.serial, default=None)
 
 
-def resumed(save: AttemptRecord, saves: Sequence[AttemptRecord]) -> bool:
+def resumed(save: AttemptRecord, saves: Sequence[AttemptRecord], started: int) -> bool:
     """Return whether the save of this name that this member had just before was given up with its attempt while it was
-    written: this one goes on with it, or is the next.
+    written, and this one may go on with it.
 
     A member that had no part of that one yet may be writing its part now: an attempt that is opened for it is not for
     this save. Not so when the training has dropped the save before, or has started again since, as it does with the
-    daemon.
+    daemon (`started`: the serial of the newest save then).
     """
     before = _before(save, saves)
     return (
         before is not None
-        and before.state is State.ABANDONED
-        and before.opened_epoch is not None
+        and before.serial > started
+        and _ended(before)
         and before.closed_at is None
         and not before.cancelled
     )
+
+
+def follows(save: AttemptRecord, saves: Sequence[AttemptRecord], ended: Collection[str]) -> bool:
+    """Return whether this member has been at this name just before, in an attempt that ended: what it asks an attempt
+    for now is not its first part of that one.
+
+    `ended` are the names of which an attempt ended that is older than anything written in this mount (RunRecord): a
+    machine that was replaced has no save of it, and one that was away has none of that time.
+    """
+    before = _before(save, saves)
+    return save.generation in ended or (before is not None and _ended(before))
+
+
+def _ended(save: AttemptRecord) -> bool:
+    return save.state is State.ABANDONED and save.opened_epoch is not None
 
 
 def superseded(saves: Sequence[AttemptRecord], offers: Sequence[SharedRecord], started: int) -> set[str]:
@@ -264,12 +279,12 @@ def _without(offers: Sequence[SharedRecord], saves: Sequence[AttemptRecord]) -> 
     return [Refuse(offer.attempt, reason) if reason else Absent(offer.attempt) for offer in closed]
 
 
-def missed(saves: Sequence[AttemptRecord], ended: Collection[str]) -> list[AttemptRecord]:
+def missed(saves: Sequence[AttemptRecord], ended: Collection[str], until: float = float("inf")) -> list[AttemptRecord]:
     """Return the saves that wait while an attempt of their name has ended without a part of this member (`ended`: the
     generations of such attempts). Each may have been that part, although no attempt knows it; in a later attempt of the
-    name it could meet the next save of other members.
+    name it could meet the next save of other members. Not so those with a serial above `until`.
     """
-    return [one for one in saves if one.generation in ended and one.waits]
+    return [one for one in saves if one.generation in ended and one.waits and one.serial <= until]
 
 
 def unwanted(offers: Sequence[SharedRecord], save: AttemptRecord, member: str) -> str:

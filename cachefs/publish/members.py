@@ -78,7 +78,7 @@ class Member:
         self._joined = joined
         self._problems = problems
         self._confirm = confirm
-        self._answers = Answers(journal, writes, settings, nursery, confirm, problems)
+        self._answers = Answers(journal, writes, settings, nursery, confirm, problems, started)
         self._closes: dict[str, Close] = {}
         """Close records of attempts that this daemon opened."""
         self._absent_since: dict[str, float] = {}

@@ -23,6 +23,7 @@ class Settings(msgspec.Struct, frozen=True):
     """How this daemon publishes. `level` of the restore test; `tick` in seconds; `ranges`: whether the store honours
     ranges of a version (the probe says so); `publish` False: open and flush only.
 
+    `incarnation` is this start of the daemon ("": it does not say when its mount began to serve).
     `count` members must report, `names` are theirs where they are known; the `owner` opens, seals and promotes;
     a `service` is an owner that has no part in any save, and never reports.
     Seconds: `poll` between two looks at what other members do, while nothing is open; `absent_after` is how long a
@@ -33,6 +34,7 @@ class Settings(msgspec.Struct, frozen=True):
     member: str
     host: str = ""
     writer: str = ""
+    incarnation: str = ""
     names: tuple[str, ...] = ()
     count: int = 1
     owner: bool = True

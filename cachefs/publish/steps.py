@@ -93,7 +93,7 @@ class Steps:
             members=names,
             count=count,
             again=attempt.again if attempt.foreign else joining.again(attempt, same),
-            resumed=attempt.resumed if attempt.foreign else joining.resumed(attempt, same),
+            resumed=attempt.resumed if attempt.foreign else joining.follows(attempt, same, record.ended),
         )
         key = writes.keys.open(attempt.run, attempt.attempt)
         with _condemns("open.json"):

@@ -12,10 +12,10 @@ import trio
 
 from cachefs.errors import CorruptError
 from cachefs.formats.manifest import MemberReport, Wanted
-from cachefs.formats.records import AttemptRecord
+from cachefs.formats.records import AttemptRecord, RunRecord
 from cachefs.journal import Journal
 from cachefs.publish import joined
-from cachefs.publish.joining import again, attempt_for, resumed
+from cachefs.publish.joining import again, attempt_for, follows
 from cachefs.publish.problems import Problems
 from cachefs.publish.promotion import Listed
 from cachefs.publish.settings import Settings
@@ -74,6 +74,8 @@ class OwnWishes:
 
     async def _wish(self, run: str, save: AttemptRecord) -> None:
         same = [one for one in joined.saves(self._journal, run) if one.generation == save.generation]
+        with self._journal.read() as txn:
+            record = txn.runs.get(run) or RunRecord(run)
         wanted = Wanted(
             run=run,
             generation=save.generation,
@@ -83,7 +85,7 @@ class OwnWishes:
             step=save.step,
             serial=save.serial,
             again=again(save, same),
-            resumed=resumed(save, same),
+            resumed=follows(save, same, record.ended),
         )
         await self._writes.create(self._writes.keys.wanted(run, save.attempt), wanted, _equal)
         await self._journal.write(partial(joined.show, save.attempt, WANTED))

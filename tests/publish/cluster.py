@@ -7,12 +7,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import trio
 
 from cachefs.formats.records import AttemptRecord, State
+from cachefs.generations import attempts
 from cachefs.journal import Journal, Txn
 from cachefs.publish.collecting import Collector
 from cachefs.publish.looking import Looking
@@ -58,12 +60,17 @@ class Node(Member):
 
     def write(self, generation: str, step: int, files: Mapping[str, bytes], **fields: Any) -> str:
         """Write the files of a save that stays open."""
+        self.serve()
         serial = self.journal.write_now(lambda txn: txn.next_serial())
-        unique = hashlib.sha256(f"{self.name}/{serial}/{self.staging.tree}".encode()).hexdigest()[:32]
+        unique = hashlib.sha256(f"{self.settings.incarnation}/{serial}/{self.staging.tree}".encode()).hexdigest()[:32]
         attempt = self.save(generation, step, files, state=State.OPEN, attempt=unique, **fields)
         self.journal.write_now(lambda txn: txn.update_attempt(attempt, serial=serial))
         self.journal.note_commit()
         return attempt
+
+    def serve(self) -> None:
+        """Let the mount serve: after the first look, or when that takes too long."""
+        self.journal.write_now(partial(attempts.serving, self.settings.incarnation))
 
     def mark(self, attempt: str, signal: str = "marker", strength: str = "A") -> None:
         """Let the close signal of a save appear here."""
@@ -109,6 +116,7 @@ class Node(Member):
                     problems=self.problems,
                 )
                 looking = Looking(self.journal, self._writes(), self.settings, looker, collector, self.problems)
+                looking.first = self.serve
                 await nursery.start(looking.run)
                 task_status.started()
                 while True:
@@ -185,6 +193,7 @@ class Cluster:
         self.store = store
         self.nursery = nursery
         self.nodes: dict[str, Node] = {}
+        self.starts = 0
 
     async def start(self, *names: str, owner: str = "", count: int = 0, completeness: Completeness = no_checks) -> None:
         """Start nodes that know each other, or with `count` only how many they are."""
@@ -197,7 +206,11 @@ class Cluster:
     ) -> Node:
         """Start one node on whatever is on its disk."""
         node = Node(self.root, store or self.store, name=name)
-        node.settings = Settings(member=name, absent_after=5.0, deadline=600.0, poll=5.0, **settings)
+        self.starts += 1
+        incarnation = f"{name}-{self.starts}"
+        node.settings = Settings(
+            member=name, incarnation=incarnation, absent_after=5.0, deadline=600.0, poll=5.0, **settings
+        )
         self.nodes[name] = node
         await self.nursery.start(lambda task_status: node.live(completeness=completeness, task_status=task_status))
         return node

@@ -28,7 +28,6 @@ from cachefs.errors import StoreError
 from cachefs.formats.keys import Keys
 from cachefs.formats.manifest import Pin
 from cachefs.formats.records import AttemptRecord, ShardRecord, State
-from cachefs.generations import attempts
 from cachefs.journal import Txn
 from cachefs.publish import sharing
 from cachefs.publish.members import CloseAsked
@@ -123,8 +122,6 @@ class SimNode(Node):
         self.down = False
         self.incarnation = after.incarnation if after else f"{name}-{world.chance.getrandbits(64):016x}"
         self.started = after.started if after else super().newest()
-        if after is None:
-            self.journal.write_now(attempts.begin_anew)
         self.mount = after.mount if after else Mount(self, world.judge)
         self.mount.node = self
 
