@@ -86,6 +86,8 @@ class Effects:
         """The open saves by path."""
         self.closing: dict[bytes, Tracked] = {}
         """Those being pinned: the detector let go of them, and the journal does not have their close yet."""
+        self.late: set[bytes] = set()
+        """Those whose close the journal has refused, and is told again."""
         self._owed: list[Callable[[], Awaitable[None]]] = []
 
     def closing_around(self, path: bytes) -> Tracked | None:
@@ -178,9 +180,9 @@ class Effects:
         save = self.saves.pop(old)
         opened_as = old if save.placement.temporary else save.opened_as
         if save.journaled.is_set():
-            moved = self.saves[placement.path] = Tracked(clock.new_id(), placement, opened_as)
-            reason = f"renamed to {to_text(placement.path)}"
-            return each([self.end_attempt(save.attempt, reason), self._journal_open(moved, whole)])
+            moved = self.saves[placement.path] = save.renamed(clock.new_id(), placement, opened_as)
+            end = self.end_attempt(save.attempt, f"renamed to {to_text(placement.path)}", cancelled=True)
+            return each([end, self._journal_open(moved, whole)])
         save.move(placement)
         save.opened_as = opened_as
         self.saves[placement.path] = save
@@ -269,6 +271,7 @@ class Effects:
                 return True
         except StagingError:
             # The pins keep the bytes, whatever becomes of the files.
+            self.late.add(path)
             self._owe(lambda: self._record_late(attempt, action, closed))
             raise
         for shard in closed.shards:
@@ -312,6 +315,7 @@ class Effects:
     async def _record_late(self, attempt: AttemptRecord, action: CloseSave, closed: ClosedSet) -> None:
         if not await self._record(attempt, action, closed):
             await self._write_end(attempt.attempt, "a file of it was written again before its close was journaled")
+        self.late.discard(action.path)
 
     def end(self, path: bytes, reason: str, *, cancelled: bool = False) -> Awaitable[None]:
         """Abandon an open save; `cancelled` says that the training has dropped it. Waiting raises StagingError; the end

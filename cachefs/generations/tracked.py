@@ -64,6 +64,13 @@ class Tracked:
         if old.temporary and not placement.temporary:
             self.rewritten = False
 
+    def renamed(self, attempt: str, placement: Placement, opened_as: bytes) -> Tracked:
+        """Return what the save is under another name, as another attempt."""
+        other = Tracked(attempt, self.placement, opened_as)
+        other.finished, other.rewritten = self.finished, self.rewritten
+        other.move(placement)
+        return other
+
     def note(self, change: Change) -> None:
         """Take in a change of a file of the save."""
         match change.kind:

@@ -252,8 +252,9 @@ class Tracker:
         return {to_text(path): waits for path, waits in self._detector.open_saves().items()}
 
     def closing(self) -> list[str]:
-        """Return the paths of open saves whose close signal came, and of those that are being pinned."""
-        return [to_text(path) for path in {*self._detector.closing(), *self._effects.closing}]
+        """Return the paths of open saves whose close signal came, and of those that are being pinned or journaled."""
+        effects = self._effects
+        return [to_text(path) for path in {*self._detector.closing(), *effects.closing, *effects.late}]
 
     def longest_idle(self) -> float:
         """Return for how many seconds the open save has not changed that has not for the longest time; 0 for none."""

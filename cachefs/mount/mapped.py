@@ -68,11 +68,13 @@ class Mapped:
         self._changed.set()
         return True
 
-    async def look(self) -> None:
-        """Let go of the files that are not written any more."""
-        for fd, node in list(self._held.items()):
+    async def look(self, only: Node | None = None) -> None:
+        """Let go of the files that are not written any more, or of one of them alone."""
+        for fd, held in list(self._held.items()):
+            if only not in (None, held):
+                continue
             if fd in self._held and not is_written(fd):
-                del self._held[fd]
+                node = self._held.pop(fd)  # the descriptor may have become another file's meanwhile
                 node.past = False
                 self.ended(node)
                 try:

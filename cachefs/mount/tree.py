@@ -104,15 +104,11 @@ class Tree:
 
     async def before(self, kind: Kind, path: bytes, *, old: bytes = b"", is_dir: bool = False) -> None:
         """Let the observer hold an operation back. When this returns, nothing has run since the observer agreed."""
-        await self._tell_closes()
+        if self.mapped:
+            await self.mapped.look()  # a close that was waited for is told before what follows it
         change = Change(kind, path, old=old, is_dir=is_dir)
         while (waiting := self.observer.before(change)) is not None:
             await waiting
-
-    async def _tell_closes(self) -> None:
-        """Tell of the closes that were waited for before what follows them: an overwrite is a save of its own then."""
-        if self.mapped:
-            await self.mapped.look()
 
     async def settle(self, kind: Kind, parent: Node, name: bytes, *, is_dir: bool = False) -> bytes:
         """Let the observer hold back an operation on a directory entry; return the path it has then."""
@@ -121,7 +117,8 @@ class Tree:
 
     async def ready_to_write(self, kind: Kind, node: Node, *, emptied: bool) -> None:
         """Return when the bytes of a node may change: the observer agrees, and no pin is on its inode any more."""
-        await self._tell_closes()
+        if node.past:
+            await self.mapped.look(node)  # what it overwrites is a save of its own then
         while True:
             if (waiting := self._held_back(kind, node)) is not None:
                 await waiting

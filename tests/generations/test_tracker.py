@@ -669,10 +669,13 @@ async def test_a_close_that_the_journal_refused_is_journaled_when_it_can_be(moun
         await disk.refuses()
         (mount.staging.tree / "run/step-5/__0_0.distcp").unlink()
         assert mount.attempts()[0].closed_at is None
+        assert mount.tracker.closing() == ["run/step-5"]  # it goes on by itself: a stop waits for it
         disk.full = False
         with trio.fail_after(30):
             while mount.attempts()[0].closed_at is None:
                 await mount.journal.wait_changed()
+            while mount.tracker.closing():
+                await trio.lowlevel.checkpoint()
         nursery.cancel_scope.cancel()
     (attempt,) = mount.attempts()
     assert mount.pinned(attempt) == {"__0_0.distcp": b"one", ".metadata": metadata("0_0")}
@@ -868,6 +871,22 @@ async def test_what_is_written_again_after_the_rename_may_be_the_next_save(mount
     await mount.write("run/checkpoint-8/model.safetensors", b"two")
     (attempt,) = mount.attempts()
     assert attempt.rewritten
+
+
+async def test_what_is_written_again_may_be_the_next_save_also_in_a_run_that_was_renamed(mount):
+    """Before the rename, or after it; and the attempt of the old name was dropped by the training."""
+    for number, again in ((1, "run"), (2, "kept")):
+        name = f"__{number}_0.distcp"
+        await mount.write(f"run/step-{number}/{name}", b"one")
+        if again == "run":
+            await mount.write(f"run/step-{number}/{name}", b"two")
+        await mount.rename("run", "kept")
+        if again == "kept":
+            await mount.write(f"kept/step-{number}/{name}", b"two")
+        old, new = [one for one in mount.attempts() if one.generation == f"step-{number}"]
+        assert (old.state, old.cancelled) == (State.ABANDONED, True)
+        assert (new.path, new.rewritten) == (f"kept/step-{number}", True)
+        shutil.rmtree(mount.staging.tree / "kept")
 
 
 async def test_a_rewritten_temporary_directory_that_is_closed_by_hand_says_so(mount):
