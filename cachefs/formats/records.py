@@ -71,7 +71,7 @@ class AttemptRecord(msgspec.Struct, frozen=True):
 
     `opened_as` is the path at which its directory had a temporary name while it was written, "" for none.
     `signals` are close signals, in words by preset, that came while it was open and that nothing takes back: what
-    carried one, a tracker, may name the next save by now.
+    carried one, a tracker, may name the next save by now. `torn`: a file of it was removed after a signal came.
 
     `boot` is the boot of the machine in which it was opened ("": not known, and so another one): its files are known to
     be on the disk only in that boot, or once it is `staged`.
@@ -118,6 +118,7 @@ class AttemptRecord(msgspec.Struct, frozen=True):
     boot: str = ""
     opened_as: str = ""
     signals: dict[str, str] = {}
+    torn: bool = False
 
     @property
     def key(self) -> str:

@@ -90,10 +90,13 @@ class MoveSave(msgspec.Struct, frozen=True):
 class Proved(msgspec.Struct, frozen=True):
     """Signals came that nothing takes back, in words by preset, and the save does not close yet. A later process must
     know them: what carried them may say something else by then. Told again when the save moves.
+
+    `torn`: a file was removed after its signal, so that a later process must not take the save for complete.
     """
 
     path: bytes
     signals: Mapping[str, str]
+    torn: bool = False
 
 
 class Incomplete(msgspec.Struct, frozen=True):
@@ -118,7 +121,7 @@ class ResumedSave(msgspec.Struct, frozen=True):
 
     `closed` saves are only remembered, so that a change in them is told from a new save. `opened_as` is the temporary
     name under which it was written, as a path, b"" for none. `written` are the files, by path in the mount, that a
-    process which outlived the mount still writes; it is told when they are closed. `signals` are those of `Proved`.
+    process which outlived the mount still writes; it is told when they are closed. `signals`, `torn`: as in `Proved`.
     """
 
     path: bytes
@@ -127,3 +130,4 @@ class ResumedSave(msgspec.Struct, frozen=True):
     opened_as: bytes = b""
     written: Sequence[bytes] = ()
     signals: Mapping[str, str] = {}
+    torn: bool = False

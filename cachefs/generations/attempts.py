@@ -175,11 +175,11 @@ def written_again(txn: Txn, attempt: str) -> None:
         txn.update_attempt(attempt, rewritten=True)
 
 
-def proved(txn: Txn, attempt: str, signals: Mapping[str, str]) -> None:
-    """Record the close signals of an open attempt that nothing takes back."""
+def proved(txn: Txn, attempt: str, signals: Mapping[str, str], torn: bool) -> None:
+    """Record the close signals of an open attempt that nothing takes back, and whether a file went after its signal."""
     record = txn.attempts.get(attempt)
     if record is not None and record.closed_at is None:
-        txn.update_attempt(attempt, signals=dict(signals))
+        txn.update_attempt(attempt, signals=dict(signals), torn=torn)
 
 
 def noted(txn: Txn, attempt: str, why: str) -> None:

@@ -151,7 +151,7 @@ class Detector(Ledger):
                 continue
             names = view.names(resumed.path) if placement.kind == "directory" else [placement.relative(resumed.path)]
             old = {path for path, baseline in resumed.baselines.items() if baseline and view.identity(path) == baseline}
-            save = Save(placement, now, stale=True)
+            save = Save(placement, now, torn=resumed.torn, stale=True)
             save.written = {name for name in names if resumed.path + b"/" + name not in old}
             self._saves[resumed.path] = save
             self._dirty.add(resumed.path)
@@ -175,8 +175,8 @@ class Detector(Ledger):
                     elif not gone:
                         self._outer(save, path, "parent-file", now, view)
                         self._outer(save, path, "symlink", now, view)
-            save.proved = dict(resumed.signals)
-            for preset_name, label in save.proved.items():
+            save.told = dict(resumed.signals), resumed.torn
+            for preset_name, label in resumed.signals.items():
                 save.seen.setdefault(preset_name, Seen(label, b"", now))
             if resumed.opened_as:
                 self._renamed_root(save, resumed.opened_as, now)
@@ -409,9 +409,10 @@ class Detector(Ledger):
 
     def _prove(self, save: Save) -> None:
         proved = {preset: seen.label for preset, seen in save.seen.items() if not seen.marker}
-        if proved != save.proved and not save.placement.temporary:
-            save.proved = proved
-            self._out.append(Proved(save.placement.path, proved))
+        torn = save.torn or signals.torn(save)
+        if (proved, torn) != save.told and not save.placement.temporary:
+            save.told = proved, torn
+            self._out.append(Proved(save.placement.path, proved, torn))
 
 
 def _names(placement: Placement, view: View) -> frozenset[bytes]:

@@ -109,8 +109,8 @@ class Effects:
                     waiting.append(self._open(placement, whole))
                 case MoveSave(old, placement, whole):
                     waiting.append(self._move(old, placement, whole))
-                case Proved(path, signals):
-                    waiting.append(self._proved(self.saves[path], signals))
+                case Proved(path, signals, torn):
+                    waiting.append(self._proved(self.saves[path], signals, torn))
                 case CloseSave(path):
                     waiting.append(self._close(path, action))
                 case Held(paths):
@@ -188,13 +188,13 @@ class Effects:
         self.saves[placement.path] = save
         return self._journal_open(save, whole)
 
-    async def _proved(self, save: Tracked, signals: Mapping[str, str]) -> None:
+    async def _proved(self, save: Tracked, signals: Mapping[str, str], torn: bool) -> None:
         """Record signals. A tracker is written all the same when the journal fails: the record is then owed."""
         await save.journaled.wait()
         try:
-            await self._journal.write(lambda txn: attempts.proved(txn, save.attempt, signals))
+            await self._journal.write(lambda txn: attempts.proved(txn, save.attempt, signals, torn))
         except StagingError:
-            self._owe(lambda: self._journal.write(lambda txn: attempts.proved(txn, save.attempt, signals)))
+            self._owe(lambda: self._journal.write(lambda txn: attempts.proved(txn, save.attempt, signals, torn)))
 
     async def _incomplete(self, path: bytes, why: str) -> None:
         save = self.saves.get(path)

@@ -108,7 +108,8 @@ class Save:
     `unread` are finished files that could not be read, so that nobody knows whether they are a signal, and when they
     are looked at again.
 
-    `proved` are the signals that nothing takes back and that the caller knows, in words by preset.
+    `told` is what the caller knows: the signals that nothing takes back, in words by preset, and whether a file was
+    removed after its signal. `torn` says so of a process that is gone.
 
     `stale` marks a save of a process that is gone: the next change starts another. `wake` is when to look again,
     `waiting` says what it waits for, `held` since when open files alone hold it back. `known` says whether a preset
@@ -123,7 +124,8 @@ class Save:
     came: dict[bytes, float] = field(default_factory=dict)
     renamed: set[bytes] = field(default_factory=set)
     seen: dict[str, Seen] = field(default_factory=dict)
-    proved: dict[str, str] = field(default_factory=dict)
+    told: tuple[dict[str, str], bool] = ({}, False)
+    torn: bool = False
     by_hand: float | None = None
     why: str = ""
     stale: bool = False
@@ -167,7 +169,7 @@ class Save:
 
     def move(self, placement: Placement) -> None:
         """The root has a new name, and what is known of it goes by that."""
-        old, self.placement, self.proved = self.placement.path, placement, {}
+        old, self.placement, self.told = self.placement.path, placement, ({}, False)
         self.known = None
         for preset, seen in self.seen.items():
             if inside(seen.marker, old):

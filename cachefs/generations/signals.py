@@ -137,6 +137,15 @@ def unmet(save: Save, preset: Preset, seen: Seen, view: View, *, alone: bool) ->
 NEXT_SAVE = "the next save started"
 
 
+def torn(save: Save) -> bool:
+    """Return whether a file was removed after a signal that it does not outlive."""
+    return any(
+        preset.strength != "A" and _removed_since(save, preset, save.seen[preset.name].at) is not None
+        for preset in save.placement.candidates
+        if preset.name in save.seen
+    )
+
+
 def _removed_since(save: Save, preset: Preset, signal: float) -> bytes | None:
     """Rotation deletes a save file by file, and may be killed in the middle. Return what it has removed, or None."""
     for name, at in save.gone.items():

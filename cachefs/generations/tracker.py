@@ -292,6 +292,7 @@ class Tracker:
                         opened_as=to_bytes(attempt.opened_as),
                         written=written,
                         signals=attempt.signals,
+                        torn=attempt.torn,
                     )
                 )
         # The detector names what it takes up by path, so the attempts must be known before it speaks.

@@ -21,6 +21,8 @@ UNKNOWN = (
     " presets"
 )
 """What a save waits for whose directory has a name that presets know, but no file that one of them proves itself by."""
+TORN = "a file of it was removed after the close signal; what is written in it now begins another save"
+"""Why a save does not close that an earlier process has left so: it was about to be deleted, perhaps."""
 MANUAL = Preset(name="manual", pattern=".*", close=(Signal("quiet"),), strength="D")
 """The preset of a generation that was closed by hand while no other preset applied to it."""
 
@@ -119,6 +121,9 @@ def _signalled(save: Save) -> list[tuple[Preset, Seen]]:
         seen = save.seen.get(SINGLE_FILE)
         preset = placement.candidates[0] if placement.candidates else MANUAL
         return [(preset, seen)] if seen else []
+    if save.torn:
+        save.waiting = TORN
+        return []
     if placement.temporary:
         save.waiting = "the directory to get its final name"
         return []

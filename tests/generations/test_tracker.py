@@ -304,6 +304,35 @@ async def test_a_tracker_that_named_a_save_before_the_kill_closes_it_after_it(mo
     assert {attempt.run for attempt in closed} == {"kept" if moved else "run"}
 
 
+@pytest.mark.parametrize("moved", [False, True])
+async def test_a_deletion_that_a_kill_cut_short_leaves_no_complete_save(mount, moved):
+    """Also if its directory was renamed in between: what is left of the save is not published. It is when the tracker
+    names it once more, in the same life.
+    """
+    for number in (0, 1):
+        await mount.write(f"run/global_step1/zero_pp_rank_{number}_mp_rank_00_model_states.pt", zipped(b"x"))
+    await mount.write("run/latest", b"global_step1")
+    lost = "run/global_step1/zero_pp_rank_1_mp_rank_00_model_states.pt"
+    (mount.staging.tree / lost).unlink()
+    await mount.report(Kind.REMOVED, lost)
+    path = b"run/global_step1"
+    if moved:
+        await mount.rename("run", "kept")
+        path = b"kept/global_step1"
+    assert mount.attempts()[-1].torn
+    mount.die()
+    mount.start()
+    await mount.tracker.resume()
+    detector = mount.tracker._detector
+    assert not detector.due(clock.monotonic() + 1000, mount.tracker._view)
+    assert "removed after the close signal" in detector.open_saves()[path]
+    assert mount.attempts()[-1].torn
+    if not moved:
+        await mount.write(lost, zipped(b"x"))
+        assert [one.state for one in mount.attempts()] == [State.ABANDONED, State.OPEN]
+        assert not mount.attempts()[-1].torn
+
+
 async def test_a_tracker_is_written_although_the_journal_fails(mount, monkeypatch):
     await mount.write("run/global_step1/mp_rank_00_model_states.pt", zipped(b"x"))
     disk = Full(mount, monkeypatch)
