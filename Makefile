@@ -80,8 +80,8 @@ lint: dev
 check: lint
 	@.venv/bin/python -m pytest tests -q -m "not server and not mount and not torch"
 
-# Two at a time: most of the integration tests wait for a daemon, while those of the rules keep a core busy.
-EVERY_TEST := .venv/bin/python -m pytest tests integration -n 2 --dist worksteal --durations=10
+# Two files at a time: most of the integration tests wait for a daemon, while those of the rules keep a core busy.
+EVERY_TEST := .venv/bin/python -m pytest tests integration -n 2 --dist loadfile --no-loadscope-reorder --durations=10
 test: dev torch servers
 	@if [ -e .venv/.torch ]; then \
 	    $(EVERY_TEST); \

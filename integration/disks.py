@@ -38,7 +38,7 @@ def disk(kind: str, root: Path, size: int = 0) -> Iterator[Path]:
     finally:
         # The kernel may give the last files of a mount back a moment after they were closed.
         try:
-            await_condition(lambda: _run("umount", place, check=False), f"{place} can be unmounted", timeout=10)
+            await_condition(lambda: _run("umount", place, check=False), f"{place} can be unmounted")
         finally:
             if place.is_mount():
                 _run("umount", "-l", place)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import pty
@@ -9,8 +10,10 @@ import re
 import select
 import shutil
 import signal
+import struct
 import subprocess
 import tempfile
+import termios
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -142,6 +145,7 @@ def test_status_for_programs(served, run, published):
 def test_status_watch_goes_on_until_it_is_interrupted(served, run):
     """On a terminal: it shows what happens meanwhile, and Ctrl-C ends it without a traceback."""
     terminal, end = pty.openpty()
+    fcntl.ioctl(end, termios.TIOCSWINSZ, struct.pack("HHHH", 20, 200, 0, 0))
     process = subprocess.Popen(
         [*CACHEFS, "status", "--watch", served.mnt], stdin=end, stdout=end, stderr=end, start_new_session=True
     )

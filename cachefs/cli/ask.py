@@ -40,10 +40,10 @@ def status(
     if not watch:
         show.console.print(show.status(_status(socket)))
         return
-    with Live(show.status(_status(socket)), console=show.console, auto_refresh=False) as live:
+    with Live(show.status(_status(socket), watched=True), console=show.console, auto_refresh=False) as live:
         while True:
             show.pause(REFRESH)
-            live.update(show.status(_status(socket)), refresh=True)
+            live.update(show.status(_status(socket), watched=True), refresh=True)
 
 
 def _status(socket: Path) -> Status:

@@ -77,8 +77,8 @@ def progress() -> Progress:
     return Progress(*columns, console=_progress, disable=not _progress.is_terminal)
 
 
-def status(status: Status) -> RenderableType:
-    """Lay a status out."""
+def status(status: Status, *, watched: bool = False) -> RenderableType:
+    """Lay a status out. `watched`: what is new comes first, for a screen shows no more than its height."""
     head = Table.grid(padding=(0, 2))
     rows = [
         ("mount", f"{status.mountpoint}  (pid {status.pid}, data path {status.data_path})"),
@@ -91,7 +91,7 @@ def status(status: Status) -> RenderableType:
     if status.member_count > 1 or not status.owner:
         others = ", ".join(status.members) or str(status.member_count)
         rows.append(("members", f"{others}  (this is {status.member}{', the owner' if status.owner else ''})"))
-    for run in status.runs:
+    for run in (run for run in status.runs if run.fenced_by or not watched):
         fenced = f"  FENCED by {run.fenced_by}" if run.fenced_by else ""
         rows.append(("run", f"{run.run}  epoch {run.epoch or '-'}{fenced}"))
     rows.extend(("PROBLEM", f"{one.run or 'search for runs'}: {one.error}") for one in status.problems)
@@ -99,7 +99,8 @@ def status(status: Status) -> RenderableType:
         rows.append(("NOT PUBLISHING", status.publishing_blocked))
     for name, text in rows:
         row(head, name, text)
-    return Group(head, "", generations(status.generations)) if status.generations else head
+    known = status.generations[::-1] if watched else status.generations
+    return Group(head, "", generations(known)) if known else head
 
 
 def flushed(done: Flushed) -> str:
