@@ -7,8 +7,8 @@ manifest says, and the store's own errors when nothing is known (UnavailableErro
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Generator
-from contextlib import closing
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing, contextmanager
 from typing import Protocol
 
 from cachefs.errors import CorruptError, NoStoreError, NotFoundError
@@ -72,7 +72,8 @@ def check_object(store: StoreReads, shard: Shard) -> bool:
     Returns False when the store keeps no SHA-256 of it: then nothing is proved about the bytes.
     """
     check_arithmetic(shard)
-    info = store.head(shard.pin.key, shard.pin.version_id)
+    with _naming(shard):
+        info = store.head(shard.pin.key, shard.pin.version_id)
     if info is None:
         store.list(shard.pin.key)  # a HEAD does not tell a bucket that is gone from an object that is: this raises
         raise corrupt(shard, "the version is gone")
@@ -89,20 +90,28 @@ def corrupt(shard: Shard, what: str) -> CorruptError:
     return CorruptError(f"shard {shard.paths[0] if shard.paths else '?'} ({where}): {what}")
 
 
+@contextmanager
+def _naming(shard: Shard) -> Iterator[None]:
+    """Name the shard in what the store says of a damaged version."""
+    try:
+        yield
+    except CorruptError as error:
+        raise corrupt(shard, str(error)) from error
+
+
 def _read_parts(store: StoreReads, shard: Shard, sink: Sink) -> None:
     pin = shard.pin
     if pin.size == 0:
         # There is no range to ask for; an empty version still has to be there.
-        found = store.get(pin.key, pin.version_id)
+        with _naming(shard):
+            found = store.get(pin.key, pin.version_id)
         if found is None:
             raise NotFoundError(f"version {pin.version_id} of {pin.key} is gone")
         return _check_part(shard, 0, found[1])
     for number, expected_at in enumerate(range(0, pin.size, shard.part_size)):
         length = min(shard.part_size, pin.size - expected_at)
-        try:
+        with _naming(shard):
             data = store.get_range(pin.key, pin.version_id, expected_at, length)
-        except CorruptError as error:
-            raise corrupt(shard, str(error)) from error
         _check_part(shard, number, data)
         sink(expected_at, data)
     return None
@@ -144,10 +153,8 @@ def _check_digest(shard: Shard, number: int, digest: str) -> None:
 
 
 def _chunks(store: StoreReads, shard: Shard) -> Generator[bytes]:
-    try:
+    with _naming(shard):
         yield from store.get_stream(shard.pin.key, shard.pin.version_id)
-    except CorruptError as error:
-        raise corrupt(shard, str(error)) from error
 
 
 class StoreSource:

@@ -188,7 +188,10 @@ class ObjectStore(Protocol):
         ...
 
     def head(self, key: str, version_id: str | None = None) -> ObjectInfo | None:
-        """Return the current or the named version, with its checksum; None when there is none (or a delete marker)."""
+        """Return the current or the named version, with its checksum; None when there is none (or a delete marker).
+
+        Raises CorruptError where it shows that the version is there and its bytes are not.
+        """
         ...
 
     def get(self, key: str, version_id: str | None = None) -> tuple[ObjectInfo, bytes] | None:

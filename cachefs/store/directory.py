@@ -153,12 +153,16 @@ class DirectoryStore:
     def head(self, key: str, version_id: str | None = None) -> ObjectInfo | None:
         directory = self._directory(key)
         with translated(self.url):
-            os.stat(self._root)
             record = current(directory)[1] if version_id is None else find(directory, version_id)
-        if record is None or record.marker:
+        if record is not None and record.marker:
             return None
-        with translated(f"version {record.version_id} of {key}"):
-            return record.info() if self._holds(directory, record) else None
+        if record is not None:
+            with translated(f"version {record.version_id} of {key}"):
+                if self._holds(directory, record):
+                    return record.info()
+        with translated(self.url):
+            os.stat(self._root)  # last: a store that went away during the look has lost no version
+        return None
 
     def get(self, key: str, version_id: str | None = None) -> tuple[ObjectInfo, bytes] | None:
         info = self.head(key, version_id)
@@ -279,15 +283,16 @@ class DirectoryStore:
         raise ConditionConflict(f"{key}: other writers took every number that was tried")
 
     def _holds(self, directory: str, record: Record) -> bool:
-        """Return whether the bytes of a version are there, as many as its record says; False when it was deleted since
-        the record was read.
+        """Return whether the bytes of a version are there, as many as its record says; False when its record is gone
+        too: it was deleted since, or the whole store is away. Raises CorruptError.
         """
         try:
             held = os.stat(os.path.join(directory, record.version_id)).st_size
-        except FileNotFoundError:
+        except FileNotFoundError as error:
             if find(directory, record.version_id) is None:
                 return False
-            raise
+            # a delete takes the record first, and a commit puts it in place last
+            raise CorruptError(f"version {record.version_id} of {record.key} has lost its bytes") from error
         if held != record.size:
             raise CorruptError(f"version {record.version_id} of {record.key} has {held} bytes, not {record.size}")
         return True
@@ -313,15 +318,25 @@ class DirectoryStore:
     @contextmanager
     def _pinned(self, key: str, version_id: str) -> Iterator[tuple[int, int]]:
         """Give an open file of a version's bytes and its size."""
-        info = self.head(key, version_id)
-        if info is None:
-            raise NotFoundError(f"version {version_id} of {key} is gone")
-        with translated(f"version {version_id} of {key}", NotFoundError):
-            fd = os.open(os.path.join(self._directory(key), version_id), os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                yield fd, info.size
-            finally:
-                os.close(fd)
+        fd, size = self._open(key, version_id)
+        try:
+            with translated(f"version {version_id} of {key}"):
+                yield fd, size
+        finally:
+            os.close(fd)
+
+    def _open(self, key: str, version_id: str) -> tuple[int, int]:
+        with translated(f"version {version_id} of {key}"):
+            for _ in range(_TRIES):
+                info = self.head(key, version_id)
+                if info is None:
+                    raise NotFoundError(f"version {version_id} of {key} is gone")
+                try:
+                    path = os.path.join(self._directory(key), version_id)
+                    return os.open(path, os.O_RDONLY | os.O_CLOEXEC), info.size
+                except FileNotFoundError:
+                    continue  # deleted, lost or unmounted since: the next look says which
+        raise UnavailableError(f"version {version_id} of {key} does not settle", reason="stale")
 
 
 def _read(fd: int, offset: int, length: int, key: str) -> bytes:

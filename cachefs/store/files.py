@@ -9,7 +9,7 @@ import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from cachefs.errors import DeniedError, NoStoreError, NotFoundError, StoreError, UnavailableError, Unsupported
+from cachefs.errors import DeniedError, NoStoreError, StoreError, UnavailableError, Unsupported
 from cachefs.store.base import Buffer
 
 _COPY = 1 << 30
@@ -20,26 +20,22 @@ _REASONS = {errno.ENOSPC: "full", errno.EDQUOT: "full", errno.ETIMEDOUT: "timeou
 
 
 @contextmanager
-def translated(where: str, missing: type[NotFoundError] = NoStoreError) -> Iterator[None]:
-    """Turn an OSError of the block into the store's errors; `where` is named in the message, `missing` is what an
-    ENOENT means.
-    """
+def translated(where: str) -> Iterator[None]:
+    """Turn an OSError of the block into the store's errors; `where` is named in the message."""
     try:
         yield
     except OSError as error:
-        raise store_error(error, where, missing) from error
+        raise store_error(error, where) from error
 
 
-def store_error(
-    error: OSError, where: str, missing: type[NotFoundError] = NoStoreError
-) -> StoreError | DeniedError | NotFoundError:
+def store_error(error: OSError, where: str) -> StoreError | DeniedError | NoStoreError:
     """Return the store's error for a failed system call. Pure."""
     message = f"{where}: {os.strerror(error.errno) if error.errno else error}"
     if error.errno in _DENIED:
         message += f": {error.filename}" if error.filename else ""
         return DeniedError(message, hint="check the directory's owner and permissions")
     if error.errno in (errno.ENOENT, errno.ENOTDIR):
-        return missing(message, hint="is the directory there, and its file system mounted?")
+        return NoStoreError(message, hint="is the directory there, and its file system mounted?")
     if error.errno in _NO_LOCKS:
         return Unsupported(message, hint="mount the file system with locks (NFS: lockd; Lustre: -o flock)")
     return UnavailableError(message, reason=_REASONS.get(error.errno or 0, "io"))

@@ -367,6 +367,35 @@ async def test_the_restore_test_refuses_damage(
     assert member.attempt(good).state is State.PUBLISHED
 
 
+@pytest.mark.parametrize("level", ["bytes", "checksum"])
+async def test_lost_bytes_in_a_directory_do_not_hold_the_run_up(
+    members: Members, declared_warnings: DeclaredWarnings, tmp_path: Path, level: str
+) -> None:
+    """The version's record is there, its bytes are not: that will not pass, as a missing file system may."""
+    declared_warnings("generation abandoned")
+    root = tmp_path / "store"
+    root.mkdir()
+    member = members(DirectoryStore(str(root)))
+    bad = member.save("step-1", 1)
+
+    def lose() -> bool:
+        record = member.attempt(bad)
+        if record.state is State.SEALED:
+            for shard in member.shards(bad):
+                assert shard.pin is not None
+                for path in root.rglob(shard.pin.version_id):
+                    path.unlink()
+        return member.idle() or record.retries > 0
+
+    await member.publish(until=lose, level=level)
+    record = member.attempt(bad)
+    assert record.state is State.ABANDONED, record.error
+    assert "has lost its bytes" in record.error
+    member.save("step-2", 2)
+    await member.publish()
+    assert member.generations() == ["step-2"]
+
+
 async def test_level_checksum_reads_no_bytes_where_the_store_keeps_digests(members: Members) -> None:
     store = FaultyStore(memory())
     member = members(store)

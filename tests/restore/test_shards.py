@@ -94,6 +94,18 @@ def test_a_store_that_is_not_there_is_not_damage(tmp_path: Path) -> None:
         check_object(store, made)
 
 
+@pytest.mark.parametrize("data", [DATA, b""])
+def test_a_version_that_has_lost_its_bytes_is_damage(data: bytes, tmp_path: Path) -> None:
+    store = DirectoryStore(str(tmp_path))
+    made = shard(store, "model.bin", data)
+    next(tmp_path.rglob(made.pin.version_id)).unlink()
+    for ranges in (True, False):
+        with pytest.raises(CorruptError, match=r"model\.bin .* has lost its bytes"):
+            read_shard(store, made, ranges=ranges)
+    with pytest.raises(CorruptError, match=r"model\.bin .* has lost its bytes"):
+        check_object(store, made)
+
+
 def test_an_unknown_outcome_is_not_damage() -> None:
     store = FaultyStore(memory(), rules(Rule("get_range", throttled)))
     with pytest.raises(UnavailableError):

@@ -122,18 +122,62 @@ def test_bytes_that_shrank_are_noticed(store, tmp_path):
     path = tmp_path / "a@" / info.version_id
     os.chmod(path, 0o600)
     os.truncate(path, 4)
-    for read in (
+    reads = (
         lambda: store.get("a"),
         lambda: list(store.get_stream("a", info.version_id)),
         lambda: store.get_range("a", info.version_id, 0, 2),
         lambda: store.head("a"),
-    ):
-        with pytest.raises(CorruptError):
+    )
+    for read in reads:
+        with pytest.raises(CorruptError, match="has 4 bytes, not 10"):
             read()
     path.unlink()
-    for read in (lambda: store.get("a"), lambda: store.head("a")):
-        with pytest.raises(NotFoundError):
+    for read in reads:
+        with pytest.raises(CorruptError, match="has lost its bytes"):
             read()
+
+
+def test_a_store_that_goes_away_while_it_is_looked_at_has_lost_nothing(store, tmp_path, monkeypatch):
+    """As when it is unmounted: between record and bytes, and between both and the read."""
+    info = store.put("a", b"0123456789", condition=None)
+    away = tmp_path.with_name("away")
+
+    def goes_away(name, owner):
+        found = getattr(owner, name)
+
+        def called(*arguments):
+            answer = found(*arguments)
+            tmp_path.rename(away)
+            monkeypatch.undo()
+            return answer
+
+        monkeypatch.setattr(owner, name, called)
+
+    for name, owner, reads in (
+        ("find", directory, (lambda: store.head("a", info.version_id), lambda: store.get("a", info.version_id))),
+        ("find", directory, (lambda: store.get_range("a", info.version_id, 0, 2),)),
+        ("head", store, (lambda: store.get_range("a", info.version_id, 0, 2),)),
+        ("head", store, (lambda: list(store.get_stream("a", info.version_id)),)),
+    ):
+        for read in reads:
+            goes_away(name, owner)
+            with pytest.raises(NoStoreError):
+                read()
+            away.rename(tmp_path)
+
+
+def test_bytes_that_are_lost_between_the_look_and_the_read_are_noticed(store, tmp_path, monkeypatch):
+    info = store.put("a", b"0123456789", condition=None)
+    head = store.head
+
+    def lost(*arguments):
+        found = head(*arguments)
+        (tmp_path / "a@" / info.version_id).unlink(missing_ok=True)
+        return found
+
+    monkeypatch.setattr(store, "head", lost)
+    with pytest.raises(CorruptError, match="has lost its bytes"):
+        store.get_range("a", info.version_id, 0, 2)
 
 
 def test_a_version_that_is_deleted_while_it_is_looked_at_is_gone(store, monkeypatch):
