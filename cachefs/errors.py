@@ -4,8 +4,8 @@ A class exists only where some caller acts differently on it. `hint` tells the o
 
     CachefsError                 anything else we raise                        exit 1    EIO
     ├── InvalidError             bad configuration or argument                 exit 2    EINVAL
-    ├── NotFoundError            bucket, run, generation or path is not there  exit 66   ENOENT
-    │   └── NoStoreError         the bucket or the store's directory itself
+    ├── NotFoundError            run, generation, version or path not there    exit 66   ENOENT
+    ├── NoStoreError             bucket or directory of the store not there    exit 66   ENOENT
     ├── MountpointError          mountpoint busy, not empty or not mountable   exit 73   EBUSY
     ├── StagingError             staging unusable or held by another daemon    exit 74   EIO
     ├── PendingError             stopped with data that is not flushed yet     exit 75   EIO
@@ -55,14 +55,21 @@ class InvalidError(CachefsError):
 
 
 class NotFoundError(CachefsError):
-    """A bucket, run, generation, version or path does not exist."""
+    """A run, generation, version or path does not exist, in a store that does."""
 
     exit_code = 66
     errno = errno.ENOENT
 
 
-class NoStoreError(NotFoundError):
-    """The bucket or the directory of the store is not there: nothing is known of what it held."""
+class NoStoreError(CachefsError):
+    """The bucket or the directory of the store is not there: nothing is known of what it held.
+
+    No kind of NotFoundError, although a shell takes it for one: who handles a version that is gone must not take a
+    store that is away for it.
+    """
+
+    exit_code = NotFoundError.exit_code
+    errno = NotFoundError.errno
 
 
 class MountpointError(CachefsError):

@@ -14,6 +14,7 @@ from cachefs.errors import (
     CachefsError,
     CorruptError,
     DeniedError,
+    NoStoreError,
     NotFoundError,
     ProbeError,
     UnavailableError,
@@ -41,7 +42,7 @@ def check(store: ObjectStore, *, writes: bool = False) -> None:
     """
     try:
         (store.prepare if writes else store.check)()
-    except (NotFoundError, DeniedError) as error:
+    except (NotFoundError, NoStoreError, DeniedError) as error:
         reason = str(error).removeprefix(f"{store.url}: ")
         hint = error.hint or "does it exist, in this region, and do these credentials allow it?"
         raise type(error)(f"{store.url}: {reason}", hint=hint) from error

@@ -42,9 +42,16 @@ def test_the_table_equals_the_classes():
 
 
 def test_every_class_with_an_exit_code_of_its_own_has_it_alone():
-    own = [kind.exit_code for kind in classes() if "exit_code" in vars(kind)]
+    """But for what is not there: whether it is the store or something in it, the error's text says."""
+    assert errors.NoStoreError.exit_code == errors.NotFoundError.exit_code
+    own = [kind.exit_code for kind in classes() if "exit_code" in vars(kind) and kind is not errors.NoStoreError]
     assert len(own) == len(set(own))
     assert all(0 < code < 126 for code in own)
+
+
+def test_who_handles_what_is_gone_does_not_take_a_store_that_is_away_for_it():
+    assert not issubclass(errors.NoStoreError, errors.NotFoundError)
+    assert not issubclass(errors.NotFoundError, errors.NoStoreError)
 
 
 def test_an_error_is_one_line_and_a_hint():

@@ -13,11 +13,13 @@ from cachefs.errors import (
     ConditionFailed,
     CorruptError,
     DeniedError,
+    NoStoreError,
+    NotFoundError,
     ProbeError,
     UnavailableError,
     Unsupported,
 )
-from cachefs.gate import FIRST_WATCH, RETRY_MOST, SUSPICION_REST, Gate
+from cachefs.gate import FIRST_WATCH, RETRY_MOST, SUSPICION_REST, Gate, check
 from cachefs.store.base import Condition
 from cachefs.store.hop import Inline
 from cachefs.store.memory import MemoryStore
@@ -74,6 +76,19 @@ async def watching(gate: Gate, nursery: trio.Nursery) -> trio.Event:
     nursery.start_soon(watch)
     await trio.testing.wait_all_tasks_blocked()
     return closed
+
+
+@pytest.mark.parametrize("kind", [NoStoreError, NotFoundError, DeniedError])
+def test_a_store_that_cannot_be_used_is_named_with_a_hint(kind, monkeypatch):
+    store = Store()
+
+    def refused():
+        raise kind("HeadBucket: 404 404")
+
+    monkeypatch.setattr(store, "check", refused)
+    with pytest.raises(kind, match=r"^memory://memory/p: HeadBucket: 404") as caught:
+        check(store)
+    assert "in this region" in caught.value.hint
 
 
 async def test_the_probe_is_repeated_at_intervals(autojump_clock):

@@ -10,7 +10,15 @@ from functools import partial
 import msgspec
 import trio
 
-from cachefs.errors import CachefsError, CorruptError, DeniedError, NotFoundError, StagingError, UnavailableError
+from cachefs.errors import (
+    CachefsError,
+    CorruptError,
+    DeniedError,
+    NoStoreError,
+    NotFoundError,
+    StagingError,
+    UnavailableError,
+)
 from cachefs.flush import plan, progress
 from cachefs.flush.lanes import Lanes
 from cachefs.flush.orphans import Orphans, known_runs
@@ -325,7 +333,7 @@ class Flusher:
         """This try failed for a reason that will not go away at once: leave the shard alone for a while, say why."""
         self._failures[type(error).__name__] += 1
         self._lanes.failed(upload.record.key)
-        if isinstance(error, (DeniedError, NotFoundError)):  # of the bucket or the credentials, not of this file
+        if isinstance(error, (DeniedError, NoStoreError, NotFoundError)):  # of store or credentials, not of this file
             self._lanes.failed(upload.run)
         try:
             await self._journal.write(partial(progress.change, upload.record, 1, {"error": str(error)}))

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from cachefs import clock
-from cachefs.errors import CorruptError, NoStoreError, NotFoundError, PendingError, RestoreTestFailed
+from cachefs.errors import CorruptError, NotFoundError, PendingError, RestoreTestFailed
 from cachefs.formats.codec import decode
 from cachefs.formats.manifest import Close, Manifest, MemberReport, Open, Order, Pin
 from cachefs.formats.pointer import OpenAttempt, Published
@@ -156,8 +156,6 @@ class Steps:
         """Return the open and close records and the reports of the members, as they stand in the store."""
         try:
             opened, _ = await self._small(writes, writes.keys.open(attempt.run, attempt.attempt), Open)
-        except NoStoreError:
-            raise
         except NotFoundError as error:
             # This process slept for longer than the grace between the create of the record and the announcement.
             raise Unpublishable(f"{error}: garbage collection took the attempt for an orphan") from error
@@ -168,8 +166,6 @@ class Steps:
             key = writes.keys.member(attempt.run, attempt.attempt, member)
             try:
                 reports.append(await self._small(writes, key, MemberReport))
-            except NoStoreError:
-                raise
             except NotFoundError:
                 missing.append(member)
         if missing:

@@ -1,7 +1,7 @@
 """The bytes of one shard: read by pinned version, hashed part by part (see formats/manifest.py for the digests).
 
 Every function raises CorruptError that names the shard's path, key and version when the version is gone or not what the
-manifest says, and the store's own errors when nothing is known (UnavailableError: try again).
+manifest says, and the store's own errors when nothing is known (UnavailableError: try again; NoStoreError).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, contextmanager
 from typing import Protocol
 
-from cachefs.errors import CorruptError, NoStoreError, NotFoundError
+from cachefs.errors import CorruptError, NotFoundError
 from cachefs.formats.manifest import Shard, tree_digest
 from cachefs.store.base import StoreReads
 
@@ -47,8 +47,6 @@ def read_shard(store: StoreReads, shard: Shard, sink: Sink = ignore, *, ranges: 
             _read_parts(store, shard, sink)
         else:
             _read_stream(store, shard, sink)
-    except NoStoreError:
-        raise
     except NotFoundError as error:
         raise corrupt(shard, "the version is gone") from error
 

@@ -3,9 +3,9 @@
 Backends are synchronous and thread-safe; async code calls one method per thread hop. A method makes at most one logical
 request and never retries a conditional write by itself: what an unclear outcome means is decided in `publish.writes`.
 
-Errors (all StoreError): ConditionFailed and ConditionConflict from conditional writes, UnavailableError when nothing is
-known, NoSuchUpload, BadPart, Unsupported, and DeniedError / NotFoundError (bucket or version is not there). A method
-never returns a half result.
+Errors of StoreError: ConditionFailed and ConditionConflict from conditional writes, UnavailableError when nothing is
+known, NoSuchUpload, BadPart, Unsupported. Others: DeniedError, NotFoundError (the version is not there), NoStoreError
+(bucket or directory are not there: nothing is known of any version). A method never returns a half result.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class ObjectStore(Protocol):
         ...
 
     def check(self) -> None:
-        """Check that the bucket or directory exists and can be read; changes nothing. Raises NotFoundError,
+        """Check that the bucket or directory exists and can be read; changes nothing. Raises NoStoreError,
         DeniedError, UnavailableError.
         """
         ...

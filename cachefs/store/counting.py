@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from cachefs.errors import CachefsError, DeniedError, NotFoundError, UnavailableError
+from cachefs.errors import CachefsError, DeniedError, NoStoreError, NotFoundError, UnavailableError
 from cachefs.store.base import ObjectStore
 from cachefs.store.hop import Threads
 
@@ -38,7 +38,7 @@ class CountingHop:
             self.failed(error)
             outcome = error.reason if isinstance(error, UnavailableError) else type(error).__name__
             missing = isinstance(error, NotFoundError) and request and fn.__name__ in _WRITES
-            if missing or isinstance(error, UnavailableError | DeniedError):
+            if missing or isinstance(error, UnavailableError | DeniedError | NoStoreError):
                 self.health = str(error)
             raise
         else:

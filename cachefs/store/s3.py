@@ -24,7 +24,6 @@ from urllib3.exceptions import HTTPError
 from cachefs.errors import (
     CorruptError,
     InvalidError,
-    NoStoreError,
     NoSuchUpload,
     NotFoundError,
     ProbeError,
@@ -201,8 +200,6 @@ class S3Store:
             with self._opened(key, version_id) as answer:
                 info = self._read(key, version_id, answer)
                 body = answer["Body"].read()
-        except NoStoreError:
-            raise
         except NotFoundError:
             return None
         if len(body) != info.size:

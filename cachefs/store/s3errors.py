@@ -106,7 +106,7 @@ def from_answer(status: int, code: str, message: str, *, operation: str, if_matc
         return UnavailableError(text, reason="5xx")
     if status == 412:
         return ConditionFailed(text)
-    if code == "NoSuchBucket":
+    if code == "NoSuchBucket" or (operation == "HeadBucket" and status == 404):
         return NoStoreError(text, hint="check the bucket's name, and the endpoint")
     if code == "NoSuchUpload":
         return NoSuchUpload(text)

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import trio
 
-from cachefs.errors import BadPart, ConditionConflict, DeniedError, StagingError, UnavailableError
+from cachefs.errors import BadPart, ConditionConflict, DeniedError, NoStoreError, StagingError, UnavailableError
 from cachefs.formats.records import RunRecord, State
 from tests.flush.world import MEMBER, PART, World, content
 from tests.store.faults import (
@@ -353,6 +353,18 @@ async def test_refused_credentials_are_shown_and_tried_again(autojump_clock, wor
     world.store.plan = rules(Rule("put", refused(DeniedError("AccessDenied")), nth=0))
     async with world.running():
         await world.until(lambda: "AccessDenied" in world.shard("a", "f").error)
+        world.store.plan = rules()
+        await world.flusher.drain()
+    world.check("a")
+
+
+@pytest.mark.parametrize("error", [DeniedError("AccessDenied"), NoStoreError("NoSuchBucket")])
+async def test_what_is_wrong_with_the_store_is_not_asked_once_for_each_file(autojump_clock, world: World, error):
+    world.save("a", {f"f{n}": content(5, n) for n in range(50)})
+    world.store.plan = rules(Rule("put", refused(error), nth=0))
+    async with world.running():
+        await trio.sleep(0.3)
+        assert 0 < world.count("put") < 25
         world.store.plan = rules()
         await world.flusher.drain()
     world.check("a")

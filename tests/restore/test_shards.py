@@ -90,6 +90,8 @@ def test_a_store_that_is_not_there_is_not_damage(tmp_path: Path) -> None:
     for ranges in (True, False):
         with pytest.raises(NoStoreError):
             read_shard(store, made, ranges=ranges)
+        with pytest.raises(NoStoreError):
+            StoreSource(store, made, ranges=ranges).read(3, 9)
     with pytest.raises(NoStoreError):
         check_object(store, made)
 

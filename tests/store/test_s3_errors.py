@@ -48,7 +48,7 @@ TABLE = [
     (404, "NoSuchKey", "GetObject", False, NotFoundError, ""),
     (404, "NoSuchVersion", "GetObject", False, NotFoundError, ""),
     (404, "404", "HeadObject", False, NotFoundError, ""),
-    (404, "404", "HeadBucket", False, NotFoundError, ""),
+    (404, "404", "HeadBucket", False, NoStoreError, ""),
     (404, "404", "GetObject", False, UnavailableError, "not-xml"),
     (404, "NoSuchBucket", "PutObject", True, NoStoreError, ""),
     (404, "NoSuchUpload", "UploadPart", False, NoSuchUpload, ""),
@@ -283,6 +283,17 @@ def test_a_completion_says_what_it_expects(wire):
     assert headers["if-none-match"] == "*"
 
 
+def test_a_delete_in_a_bucket_that_is_not_there_has_deleted_nothing(wire):
+    script, store = wire
+    script.answers = [
+        (404, {}, b"<Error><Code>NoSuchBucket</Code></Error>"),
+        (404, {}, b"<Error><Code>NoSuchKey</Code></Error>"),
+    ]
+    with pytest.raises(NoStoreError):
+        store.delete_version("p/a", "v1")
+    store.delete_version("p/a", "v1")
+
+
 @pytest.mark.parametrize("version_id", [None, "", "null"])
 def test_a_write_without_a_version_id(wire, version_id):
     script, store = wire
@@ -449,6 +460,7 @@ def test_a_bucket_that_is_not_there(request, name):
             lambda: store.list(""),
             lambda: list(store.list_versions("")),
             lambda: store.create_multipart("a"),
+            lambda: store.delete_version("a", "v1"),
         ):
-            with pytest.raises(NotFoundError):
+            with pytest.raises(NoStoreError):
                 act()
