@@ -73,6 +73,15 @@ def try_store(store: ObjectStore) -> tuple[bool | None, str]:
     )
 
 
+async def _watched(hop: Hop, store: ObjectStore) -> ProbeReport | None:
+    """Return what the probe's cheap part finds, None when it was not asked for want of a thread."""
+    try:
+        return await hop(watch_probe, store)
+    except UnavailableError as error:
+        _log.warning("the store is probed again later", error=str(error))
+        return None
+
+
 def _problems(report: ProbeReport) -> str:
     failed = [
         check for check in report.problems() if check.outcome is not Outcome.INCONCLUSIVE or not report.conclusive
@@ -133,14 +142,15 @@ class Gate:
             with trio.move_on_after(clock.jitter(pause) if self._interval else float("inf")) as rest:
                 await self._suspected.wait()
             self._suspected, waiting = trio.Event(), len(self._waiting)
-            report = await hop(watch_probe, self._store)
-            if report.conclusive:
+            report = await _watched(hop, self._store)
+            pause = min(self._interval, RETRY_MOST)
+            if report is not None and report.conclusive:
                 if not report.ok or report.ranges != self._ranges:
                     return self._close(report)
                 for passed in self._waiting[:waiting]:
                     passed.set()
                 del self._waiting[:waiting]
-            pause = self._interval if report.conclusive else min(self._interval, RETRY_MOST)
+                pause = self._interval
             if not rest.cancelled_caught:
                 await trio.sleep(min(self._interval, SUSPICION_REST))
 

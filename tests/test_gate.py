@@ -21,7 +21,7 @@ from cachefs.errors import (
 )
 from cachefs.gate import FIRST_WATCH, RETRY_MOST, SUSPICION_REST, Gate, check
 from cachefs.store.base import Condition
-from cachefs.store.hop import Inline
+from cachefs.store.hop import Inline, Threads
 from cachefs.store.memory import MemoryStore
 
 INTERVAL = 900.0
@@ -215,6 +215,33 @@ async def test_confirm_does_not_return_from_a_store_that_fails(autojump_clock, d
 async def _note(gate: Gate, returned: list[bool]) -> None:
     await gate.confirm(CorruptError("x"))
     returned.append(True)
+
+
+async def test_a_refused_thread_is_no_answer(autojump_clock, no_threads, declared_warnings):
+    """It looks again later, and who waits for its answer waits on."""
+    declared_warnings("the store is probed again later.*no more threads")
+    store = Store()
+    gate = opened(store)
+    refused, looks = True, 0
+
+    async def hop(fn, *arguments):
+        nonlocal looks
+        looks += 1
+        return await (Threads(1) if refused else Inline())(fn, *arguments)
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(gate.watch, hop)
+        with no_threads():
+            with trio.move_on_after(5 * RETRY_MOST):
+                await gate.confirm(CorruptError("x"))
+                raise AssertionError("nothing was asked")
+            assert store.probes == 0
+            assert looks >= 5
+        refused = False
+        await gate.confirm(CorruptError("x"))
+        assert store.probes == 1
+        assert gate.blocked == ""
+        nursery.cancel_scope.cancel()
 
 
 async def test_without_an_interval_nothing_is_repeated(autojump_clock):

@@ -7,6 +7,8 @@ Runs are independent of each other; within one run one attempt at a time moves, 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from typing import TypeVar
 
 import structlog
 import trio
@@ -25,6 +27,8 @@ from cachefs.publish.writes import Pause, Writes, wait
 from cachefs.staging.pins import PinReader
 from cachefs.store.base import ObjectStore
 from cachefs.store.hop import Hop
+
+T = TypeVar("T")
 
 _log = structlog.get_logger(__name__)
 
@@ -95,7 +99,7 @@ class Publisher:
         """
         writes = self._writes("")
         for run in {attempt.run for attempt in self._attempts(lambda attempt: attempt.state.final)}:
-            await self._steps.release(writes, run)
+            await self._insist(run, partial(self._steps.release, writes, run))
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._ownership.watch)
             task_status.started()
@@ -110,19 +114,22 @@ class Publisher:
 
     async def _drive(self, run: str) -> None:
         try:
-            retries = 0
-            while True:
-                try:
-                    if not await self._advance(run):
-                        break
-                    retries = 0
-                except StagingError as error:
-                    # Nothing can be recorded now. Whatever step was under way is found and taken over later.
-                    _log.error("the journal cannot be written", run=run, error=str(error), hint=error.hint)
-                    await trio.sleep(wait(retries))
-                    retries += 1
+            while await self._insist(run, partial(self._advance, run)):
+                pass
         finally:
             self._active.discard(run)
+
+    async def _insist(self, run: str, step: Callable[[], Awaitable[T]]) -> T:
+        """Take a step that may be repeated until the journal lets it."""
+        retries = 0
+        while True:
+            try:
+                return await step()
+            except StagingError as error:
+                # Nothing can be recorded now. Whatever step was under way is found and taken over later.
+                _log.error("the journal cannot be written", run=run, error=str(error), hint=error.hint)
+                await trio.sleep(wait(retries))
+                retries += 1
 
     async def _advance(self, run: str) -> bool:
         """Take one step in a run; return whether there may be another."""
@@ -161,7 +168,7 @@ class Publisher:
         reason = str(error)
         _log.error("generation abandoned", path=attempt.path, attempt=attempt.attempt, reason=reason)
         await self._journal.write(lambda txn: update(txn, attempt.attempt, state=State.ABANDONED, error=reason))
-        await self._steps.release(self._writes(attempt.attempt), attempt.run)
+        await self._insist(attempt.run, partial(self._steps.release, self._writes(attempt.attempt), attempt.run))
         self._tell(attempt.attempt)
 
     async def _lost(self, attempt: AttemptRecord, error: FencedError) -> None:
@@ -175,12 +182,13 @@ class Publisher:
                 await self._pause(attempt.attempt, error, attempt.retries)
 
     async def _pause(self, attempt: str, error: Exception, retries: int) -> None:
-        """Show why an attempt does not move on, and wait."""
+        """Show why an attempt does not move on, and wait. Without one ("") the log alone tells."""
         if attempt not in self._failing:
             self._failing.add(attempt)
             _log.warning("publication waits", attempt=attempt, error=str(error), hint=getattr(error, "hint", ""))
-        await self._journal.write(lambda txn: _failed(txn, attempt, str(error)))
-        self._tell(attempt)
+        if attempt:
+            await self._journal.write(lambda txn: _failed(txn, attempt, str(error)))
+            self._tell(attempt)
         await self._confirm(error)
         await trio.sleep(wait(retries))
 

@@ -230,7 +230,9 @@ class Steps:
         await self.release(writes, attempt.run)
 
     async def release(self, writes: Writes, run: str) -> None:
-        """Drop the pins and shard records of all attempts of a run that need them no more. May be repeated."""
+        """Drop the pins and shard records of all attempts of a run that need them no more. May be repeated. Raises
+        StagingError; waits for a thread.
+        """
         with self._journal.read() as txn:
             ids = releasable([attempt for attempt in txn.attempts.scan() if attempt.run == run])
             listed = any(txn.shards_of(ident) for ident in ids)
@@ -239,7 +241,7 @@ class Steps:
         # Pins go after their records: a record without its pin would read as damage, a pin without a record is swept.
         # For use in one process: where another process owns the pins (PinReader) this does nothing, and that one drops
         # the pins of attempts that are over and have no records.
-        await writes.hop(_drop_pins, self._pins, ids)
+        await writes.read(_drop_pins, self._pins, ids)
 
     async def _moved(self, attempt: AttemptRecord, **changes: Any) -> None:
         await self._journal.write(lambda txn: update(txn, attempt.attempt, error="", retries=0, **changes))

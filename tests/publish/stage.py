@@ -24,7 +24,7 @@ from cachefs.restore.reader import history, load_manifest, read_pointer
 from cachefs.staging.layout import Staging
 from cachefs.staging.pins import Pins
 from cachefs.store.base import CREATE_ONLY, ObjectStore
-from cachefs.store.hop import Inline
+from cachefs.store.hop import Hop, Inline
 from cachefs.store.memory import MemoryStore
 from tests.store.faults import Crash
 
@@ -158,6 +158,7 @@ class Member:
         *,
         journal: Any = None,
         pins: Any = None,
+        hop: Hop | None = None,
         ownership: Ownership | None = None,
         completeness: Completeness = no_checks,
         changed: Callable[[AttemptRecord], None] = lambda attempt: None,
@@ -173,7 +174,7 @@ class Member:
             journal or self.journal,
             self.store,
             self.keys,
-            Inline(),
+            hop or Inline(),
             pins or self.pins,
             ownership or self.ownership(journal=journal),
             Settings(member=self.name, host="host", **settings),
