@@ -10,7 +10,8 @@ from __future__ import annotations
 import os
 import socket
 import struct
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -110,18 +111,26 @@ async def serve(path: Path, handler: Handler, *, task_status: trio.TaskStatus[No
 def _listen(path: Path) -> socket.socket:
     path.unlink(missing_ok=True)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    listener.bind(_short(path))
+    with _address(path) as address:
+        listener.bind(address)
     path.chmod(0o666)
     listener.listen(64)
     return listener
 
 
-def _short(path: Path) -> str:
-    """Return a path that fits a socket address (108 bytes, unix(7)), however deep staging lies."""
+@contextmanager
+def _address(path: Path) -> Iterator[str]:
+    """Yield a path that fits a socket address (108 bytes, unix(7)), however deep staging lies. The kernel follows it
+    once, at bind(2) and connect(2).
+    """
     if len(os.fsencode(path)) < 100:
-        return str(path)
-    fd = os.open(path.parent, os.O_PATH | os.O_DIRECTORY)  # stays open: the address is used as long as the daemon lives
-    return f"/proc/self/fd/{fd}/{path.name}"
+        yield str(path)
+        return
+    fd = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{fd}/{path.name}"
+    finally:
+        os.close(fd)
 
 
 async def _answer(stream: trio.SocketStream, handler: Handler, slots: trio.CapacityLimiter) -> None:
@@ -222,7 +231,8 @@ def ask(socket_path: Path, request: Request) -> Any:
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         try:
-            connection.connect(_short(socket_path))
+            with _address(socket_path) as address:
+                connection.connect(address)
             connection.sendall(msgspec.json.encode(request) + b"\n")
             with connection.makefile("rb") as stream:
                 data = stream.readline(LINE_MAX)

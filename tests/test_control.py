@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import threading
 from functools import partial
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ import pytest
 import trio
 
 from cachefs import control
-from cachefs.errors import FencedError, InvalidError, NotFoundError, WaitTimeout
+from cachefs.errors import FencedError, InvalidError, NotFoundError, UnavailableError, WaitTimeout
 from cachefs.formats.manifest import Pin
 from cachefs.formats.records import AttemptRecord, Identity, RunRecord, ShardRecord, State
 from cachefs.journal import Journal
@@ -111,6 +112,21 @@ async def test_no_descriptors_left_for_a_while_are_outlived(daemon, monkeypatch,
     await daemon.ask(STATUS)  # its accept began before
     assert failed.is_set()
     assert (await daemon.ask(STATUS))["result"] == "fine"
+
+
+async def test_a_socket_that_lies_deep_is_reached_and_leaves_no_descriptor_open(tmp_path, nursery):
+    """A command that asks again and again, as `status --watch`, would run out of them."""
+    path = tmp_path / ("deep" * 30) / "control.sock"
+    path.parent.mkdir()
+    await nursery.start(control.serve, path, Daemon(path).handle)
+    before = os.listdir("/proc/self/fd")
+    for _ in range(3):
+        assert await trio.to_thread.run_sync(control.ask, path, control.StatusRequest()) == "fine"
+    with pytest.raises(UnavailableError):
+        control.ask(path.with_name("nobody.sock"), control.StatusRequest())
+    with trio.fail_after(30):
+        while len(os.listdir("/proc/self/fd")) > len(before):  # noqa: ASYNC110 - the daemon's end closes by itself
+            await trio.sleep(0.01)
 
 
 async def test_connections_are_bounded(daemon, monkeypatch, tmp_path, nursery):
