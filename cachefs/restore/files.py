@@ -54,8 +54,9 @@ def restore(
 
     An existing target is refused (InvalidError), or moved aside and deleted after the new one is in place with
     `replace`; trackers are replaced, and a directory of a tracker's name is refused. On any error nothing is left but
-    what was there. Raises CorruptError that names the shard, DeniedError where this user may not write, CachefsError
-    for other local failures (disk full), and the store's errors.
+    what was there; of several trackers, some may be the new ones if the system refuses another. Raises CorruptError
+    that names the shard, DeniedError where this user may not write, CachefsError for other local failures (disk full),
+    and the store's errors.
     """
     layout = check_manifest(manifest)
     target = directory / os.fsdecode(layout.root)
@@ -73,8 +74,12 @@ def restore(
             trackers = _write_trackers(temp, layout)
             _check_trackers(directory, layout)
             _put_in_place(temp, target, replace)
-            for name in trackers:
-                os.rename(trackers[name], os.path.join(os.fsencode(directory), name))
+            try:
+                for name in trackers:
+                    os.rename(trackers[name], os.path.join(os.fsencode(directory), name))
+            except OSError:  # another user's, in a directory with the sticky bit
+                _take_back(temp, target)
+                raise
             _sync_directory(directory)
         finally:
             remove_tree(temp)
@@ -185,6 +190,13 @@ def _put_in_place(temp: Path, target: Path, replace: bool) -> None:
             raise
     else:
         (temp / "new").rename(target)
+
+
+def _take_back(temp: Path, target: Path) -> None:
+    """Undo `_put_in_place`."""
+    target.rename(temp / "new")
+    if os.path.lexists(temp / "old"):
+        (temp / "old").rename(target)
 
 
 def _check_trackers(directory: Path, layout: Layout) -> None:

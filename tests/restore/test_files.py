@@ -181,6 +181,33 @@ def test_a_directory_that_appears_in_the_place_of_a_tracker_changes_nothing(tmp_
     assert tree(tmp_path) == {"latest": None}
 
 
+@pytest.mark.parametrize("replace", [False, True])
+def test_a_tracker_that_may_not_be_replaced_leaves_what_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replace: bool
+) -> None:
+    """It may be another user's, in a directory with the sticky bit."""
+    store = memory()
+    made = manifest(store, {"new": b"new"}, trackers=(Tracker("latest", b"new"),))
+    (tmp_path / "latest").write_bytes(b"old")
+    if replace:
+        (tmp_path / "step-1").mkdir()
+        (tmp_path / "step-1/old").write_bytes(b"old")
+    before, rename = tree(tmp_path), os.rename
+
+    def refuse(old: Any, new: Any) -> None:
+        if os.path.basename(os.fsencode(new)) == b"latest":
+            raise PermissionError(errno.EPERM, "sticky", new)
+        rename(old, new)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", refuse)
+        with pytest.raises(DeniedError):
+            restore(store, made, tmp_path, replace=replace)
+    assert tree(tmp_path) == before
+    restore(store, made, tmp_path, replace=replace)
+    assert tree(tmp_path) == {"latest": b"new", "step-1": None, "step-1/new": b"new"}
+
+
 @pytest.mark.parametrize("workers", [1, 4])
 @pytest.mark.parametrize("fault", [corrupted, lost_request])
 @pytest.mark.parametrize("replace", [False, True])
