@@ -13,7 +13,6 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 
-import msgspec
 import structlog
 import trio
 
@@ -21,10 +20,8 @@ from cachefs import clock, control, metrics, notify
 from cachefs.config.schema import Config
 from cachefs.errors import CachefsError, PendingError, StagingError
 from cachefs.formats.keys import Keys
-from cachefs.formats.records import Meta
 from cachefs.gate import try_store
 from cachefs.gauges import Gauges
-from cachefs.generations import attempts
 from cachefs.generations.catalog import configured
 from cachefs.generations.detector import Detector
 from cachefs.generations.placement import Placer
@@ -80,7 +77,7 @@ def _claim(journal: Journal, store: str, member: str) -> None:
     Raises StagingError: object keys of pending saves hold both.
     """
     with journal.read() as txn:
-        meta = txn.meta.get("meta") or Meta()
+        meta = txn.about()
         # An open save that was not announced holds no key yet.
         unfinished = [attempt for attempt in txn.attempts.scan() if not attempt.state.final]
         pending = [one.path for one in unfinished if one.closed_at is not None or one.opened_epoch is not None]
@@ -89,8 +86,7 @@ def _claim(journal: Journal, store: str, member: str) -> None:
             f"staging holds saves of member {meta.member} for {meta.store} that are not published ({pending[0]}, ...)",
             hint=f"mount it with --store {meta.store} --member {meta.member} until nothing is pending (cachefs flush)",
         )
-    changed = msgspec.structs.replace(meta, store=store, member=member)
-    journal.write_now(lambda txn: txn.meta.put("meta", changed))
+    journal.write_now(lambda txn: txn.update_about(store=store, member=member))
 
 
 def _first(group: BaseException) -> BaseException:
@@ -152,7 +148,8 @@ class Daemon:
             async with trio.open_nursery() as nursery:
                 await nursery.start(self._supervisor.run)
                 await self._first_look()
-                await self._journal.write(partial(attempts.serving, self._supervisor.incarnation))
+                # What was found until now is older than all that this mount will hold (SharedRecord.before).
+                await self._journal.write(lambda txn: txn.update_about(serving=self._supervisor.incarnation))
                 self._session.start()
                 await nursery.start(self._tracker.run)
                 await nursery.start(self._tracker.early.run)

@@ -113,11 +113,27 @@ class Txn:
         self.loose = Table(txn, dbs["loose"], LooseRecord)
         self.meta = Table(txn, dbs["meta"], Meta)
 
+    def about(self) -> Meta:
+        """Return what is recorded of the journal as a whole."""
+        return self.meta.get("meta") or Meta()
+
+    def update_about(self, **changes: Any) -> Meta:
+        """Replace fields of what is recorded of the journal as a whole, and return it."""
+        meta = msgspec.structs.replace(self.about(), **changes)
+        self.meta.put("meta", meta)
+        return meta
+
     def next_serial(self) -> int:
         """Take the next attempt serial."""
-        meta = self.meta.get("meta") or Meta()
-        self.meta.put("meta", msgspec.structs.replace(meta, serial=meta.serial + 1))
-        return meta.serial + 1
+        return self.update_about(serial=self.about().serial + 1).serial
+
+    def run(self, run: str) -> RunRecord:
+        """Return the record of a run, a fresh one when there is none."""
+        return self.runs.get(run) or RunRecord(run)
+
+    def update_run(self, run: str, **changes: Any) -> None:
+        """Replace fields of a run's record."""
+        self.runs.put(run, msgspec.structs.replace(self.run(run), **changes))
 
     def update_attempt(self, attempt: str, **changes: Any) -> AttemptRecord:
         """Replace fields of an attempt's record and return the new one. Raises KeyError when there is none."""

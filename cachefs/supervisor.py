@@ -16,7 +16,6 @@ import trio
 
 from cachefs import clock, link
 from cachefs.config.schema import Config
-from cachefs.formats.records import Meta
 from cachefs.journal import Journal
 
 RESTART = 0.5
@@ -63,8 +62,8 @@ class Supervisor:
         when another member closed a save; `log_fd` is where it logs.
         """
         with journal.read() as txn:
-            meta = txn.meta.get("meta") or Meta()
-        self._start = link.Start(link.packed(config), ranges, blocked, clock.new_id(), meta.serial)
+            serial = txn.about().serial
+        self._start = link.Start(link.packed(config), ranges, blocked, clock.new_id(), serial)
         self._journal = journal
         self._close = close
         self._changed = changed

@@ -89,7 +89,7 @@ async def test_a_failing_writer_gets_its_error_and_harms_no_other(journal):
                 nursery.start_soon(bad)
     with journal.read() as txn:
         assert txn.runs.get("bad") is None
-        assert (txn.meta.get("meta") or Meta()).serial == 10
+        assert txn.about().serial == 10
     assert failed == [True]
 
 
@@ -114,7 +114,7 @@ async def test_who_commits_for_others_is_answered_with_its_own_batch(journal, mo
         await journal.write(lambda txn: txn.next_serial())
         assert commits == 1
     with journal.read() as txn:
-        assert (txn.meta.get("meta") or Meta()).serial == commits == 5
+        assert txn.about().serial == commits == 5
 
 
 async def test_writes_that_get_no_thread_fail_and_none_is_left_without_an_answer(journal, no_threads):
@@ -137,7 +137,7 @@ async def test_cancellation_does_not_tear_a_write(journal):
         await journal.write(lambda txn: txn.next_serial())
     await journal.barrier()
     with journal.read() as txn:
-        assert (txn.meta.get("meta") or Meta()).serial == 1
+        assert txn.about().serial == 1
 
 
 async def test_waiters_are_woken_by_every_commit(journal):

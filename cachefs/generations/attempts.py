@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 import msgspec
 
 from cachefs import clock
-from cachefs.formats.records import AttemptRecord, Meta, RunRecord, ShardRecord, State
+from cachefs.formats.records import AttemptRecord, ShardRecord, State
 from cachefs.generations.actions import CloseSave
 from cachefs.generations.closing import ClosedSet
 from cachefs.journal import Txn
@@ -28,13 +28,6 @@ def sweep(txn: Txn, pins: Pins) -> None:
         for stray in pins.shards(attempt.attempt) - shards:
             pins.drop(attempt.attempt, stray)
     pins.sweep({attempt.attempt for attempt in txn.attempts.scan()})
-
-
-def serving(incarnation: str, txn: Txn) -> None:
-    """Record that the mount of a daemon serves from now on: what was found before is older than what it will hold."""
-    meta = txn.meta.get("meta") or Meta()
-    if meta.serving != incarnation:
-        txn.meta.put("meta", msgspec.structs.replace(meta, serving=incarnation))
 
 
 def is_over(txn: Txn, attempt: str) -> bool:
@@ -112,10 +105,10 @@ def abandon_unsynced(txn: Txn, boot: str) -> list[AttemptRecord]:
 
 def insert(txn: Txn, record: AttemptRecord) -> None:
     """Record a new attempt, and give it its serial and, if its name has none, its step."""
-    run = txn.runs.get(record.run) or RunRecord(run=record.run)
+    highest = txn.run(record.run).step
     # A name without a number takes the highest step so far: it is then ordered by when it was opened.
-    step = record.step if record.step >= 0 else run.step
-    txn.runs.put(record.run, msgspec.structs.replace(run, step=max(run.step, step)))
+    step = record.step if record.step >= 0 else highest
+    txn.update_run(record.run, step=max(highest, step))
     txn.attempts.put(record.attempt, msgspec.structs.replace(record, step=step, serial=txn.next_serial()))
 
 

@@ -9,7 +9,7 @@ from collections.abc import Collection, Sequence
 import msgspec
 
 from cachefs.formats.pointer import Published
-from cachefs.formats.records import AttemptRecord, Meta, RunRecord, SharedRecord, State
+from cachefs.formats.records import AttemptRecord, SharedRecord, State
 from cachefs.journal import Journal, Txn
 from cachefs.publish import joining
 from cachefs.publish.joining import Join, Refuse
@@ -47,15 +47,13 @@ def found(record: SharedRecord, incarnation: str, txn: Txn) -> None:
     """Record an attempt that is new here, and whether it is older than anything that was written in this mount: whether
     the daemon `incarnation` has not let the mount serve yet.
     """
-    meta = txn.meta.get("meta") or Meta()
-    before = bool(incarnation) and meta.serving != incarnation
+    before = bool(incarnation) and txn.about().serving != incarnation
     txn.shared.put(record.attempt, msgspec.structs.replace(record, before=before))
 
 
 def looked(run: str, seq: int, txn: Txn) -> None:
     """Record a look at a run, and the pointer that it saw."""
-    record = txn.runs.get(run) or RunRecord(run)
-    txn.runs.put(run, msgspec.structs.replace(record, looked=True, seq=seq))
+    txn.update_run(run, looked=True, seq=seq)
 
 
 def forget_foreign(run: str, txn: Txn) -> None:
@@ -123,10 +121,10 @@ def ended(record: SharedRecord, published: Published | None, reason: str, txn: T
 
 def _note_ended(txn: Txn, record: SharedRecord, *, ended: bool) -> None:
     """Note that an attempt ended that is older than anything written in this mount; or that this is over."""
-    run = txn.runs.get(record.run) or RunRecord(record.run)
-    names = tuple(name for name in run.ended if name != record.generation) + (record.generation,) * ended
-    if names != run.ended:
-        txn.runs.put(record.run, msgspec.structs.replace(run, ended=names))
+    known = txn.run(record.run).ended
+    names = tuple(name for name in known if name != record.generation) + (record.generation,) * ended
+    if names != known:
+        txn.update_run(record.run, ended=names)
 
 
 def miss(run: str, ended: Collection[str], txn: Txn, *, until: float = float("inf")) -> None:

@@ -18,7 +18,7 @@ import trio
 
 from cachefs.errors import CorruptError, UnavailableError
 from cachefs.formats.manifest import Close
-from cachefs.formats.records import AttemptRecord, RunRecord, SharedRecord
+from cachefs.formats.records import AttemptRecord, SharedRecord
 from cachefs.journal import Journal
 from cachefs.publish import joined, joining, sealing
 from cachefs.publish.answering import Answers
@@ -90,7 +90,7 @@ class Member:
         daemon had begun to look. Raises the store's errors: look again later.
         """
         with self._journal.read() as txn:
-            record = txn.runs.get(run) or RunRecord(run)
+            record = txn.run(run)
         seen = await self._writes.hop(read_pointer, self._writes.store, self._writes.keys, run)
         seq = seen.pointer.seq if seen is not None else 0
         if seq < record.seq:

@@ -11,14 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import msgspec
 import structlog
 import trio
 
 from cachefs import clock
 from cachefs.errors import FencedError
 from cachefs.formats.pointer import Pointer
-from cachefs.formats.records import RunRecord
 from cachefs.journal import Journal, Txn
 from cachefs.publish import rules
 from cachefs.publish.problems import Problems
@@ -166,11 +164,7 @@ class Ownership:
 
 
 def _granted(txn: Txn, run: str, epoch: int, owner: str, incarnation: str) -> None:
-    record = txn.runs.get(run) or RunRecord(run)
-    granted = msgspec.structs.replace(
-        record, epoch=epoch, owner=owner, incarnation=incarnation, ordinal=0, fenced_by=""
-    )
-    txn.runs.put(run, granted)
+    txn.update_run(run, epoch=epoch, owner=owner, incarnation=incarnation, ordinal=0, fenced_by="")
 
 
 def lift_fences(txn: Txn) -> None:
@@ -180,9 +174,8 @@ def lift_fences(txn: Txn) -> None:
     """
     for record in list(txn.runs.scan()):
         if record.fenced_by:
-            txn.runs.put(record.run, msgspec.structs.replace(record, fenced_by=""))
+            txn.update_run(record.run, fenced_by="")
 
 
 def _fenced(txn: Txn, run: str, by: str, incarnation: str) -> None:
-    record = txn.runs.get(run) or RunRecord(run)
-    txn.runs.put(run, msgspec.structs.replace(record, fenced_by=by, incarnation=incarnation))
+    txn.update_run(run, fenced_by=by, incarnation=incarnation)

@@ -16,7 +16,7 @@ from cachefs.errors import CorruptError, NotFoundError, PendingError, RestoreTes
 from cachefs.formats.codec import decode
 from cachefs.formats.manifest import Close, Manifest, MemberReport, Open, Order, Pin
 from cachefs.formats.pointer import OpenAttempt, Published
-from cachefs.formats.records import AttemptRecord, RunRecord, State
+from cachefs.formats.records import AttemptRecord, State
 from cachefs.journal import Journal, Txn
 from cachefs.publish import joining, loading, promotion, sealing
 from cachefs.publish.promotion import Identity
@@ -72,7 +72,7 @@ class Steps:
 
     async def _open(self, writes: Writes, attempt: AttemptRecord, epoch: int) -> None:
         with self._journal.read() as txn:
-            record = txn.runs.get(attempt.run) or RunRecord(attempt.run)
+            record = txn.run(attempt.run)
             saves = [one for one in txn.attempts.scan() if one.run == attempt.run]
         ended = {one.attempt for one in saves if one.state.final}
         same = [one for one in saves if one.generation == attempt.generation and not one.foreign]
@@ -267,9 +267,7 @@ def update(txn: Txn, attempt: str, **changes: Any) -> AttemptRecord | None:
 
 def _opened(txn: Txn, attempt: AttemptRecord, standing: Open, epoch: int) -> None:
     if standing.epoch == epoch:
-        record = txn.runs.get(attempt.run) or RunRecord(attempt.run)
-        ordinal = max(record.ordinal, standing.ordinal)
-        txn.runs.put(attempt.run, msgspec.structs.replace(record, ordinal=ordinal))
+        txn.update_run(attempt.run, ordinal=max(txn.run(attempt.run).ordinal, standing.ordinal))
     update(
         txn,
         attempt.attempt,

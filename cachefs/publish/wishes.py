@@ -12,7 +12,7 @@ import trio
 
 from cachefs.errors import CorruptError
 from cachefs.formats.manifest import MemberReport, Wanted
-from cachefs.formats.records import AttemptRecord, RunRecord
+from cachefs.formats.records import AttemptRecord
 from cachefs.journal import Journal
 from cachefs.publish import joined
 from cachefs.publish.joining import again, attempt_for, follows
@@ -75,7 +75,7 @@ class OwnWishes:
     async def _wish(self, run: str, save: AttemptRecord) -> None:
         same = [one for one in joined.saves(self._journal, run) if one.generation == save.generation]
         with self._journal.read() as txn:
-            record = txn.runs.get(run) or RunRecord(run)
+            ended = txn.run(run).ended
         wanted = Wanted(
             run=run,
             generation=save.generation,
@@ -85,7 +85,7 @@ class OwnWishes:
             step=save.step,
             serial=save.serial,
             again=again(save, same),
-            resumed=follows(save, same, record.ended),
+            resumed=follows(save, same, ended),
         )
         await self._writes.create(self._writes.keys.wanted(run, save.attempt), wanted, _equal)
         await self._journal.write(partial(joined.show, save.attempt, WANTED))

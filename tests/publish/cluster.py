@@ -7,14 +7,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import trio
 
 from cachefs.formats.records import AttemptRecord, State
-from cachefs.generations import attempts
 from cachefs.journal import Journal, Txn
 from cachefs.publish.collecting import Collector
 from cachefs.publish.looking import Looking
@@ -70,7 +68,7 @@ class Node(Member):
 
     def serve(self) -> None:
         """Let the mount serve: after the first look, or when that takes too long."""
-        self.journal.write_now(partial(attempts.serving, self.settings.incarnation))
+        self.journal.write_now(lambda txn: txn.update_about(serving=self.settings.incarnation))
 
     def mark(self, attempt: str, signal: str = "marker", strength: str = "A") -> None:
         """Let the close signal of a save appear here."""
@@ -129,8 +127,7 @@ class Node(Member):
         if self.started is not None:
             return self.started
         with self.journal.read() as txn:
-            meta = txn.meta.get("meta")
-        return meta.serial if meta else 0
+            return txn.about().serial
 
     def _writes(self) -> Writes:
         return Writes(self.store, self.keys, self.hop, self.problems.pause)
