@@ -49,7 +49,7 @@ def flush_settings(config: Config) -> FlushSettings:
     )
 
 
-def publish_settings(config: Config, ranges: bool, incarnation: str = "") -> PublishSettings:
+def publish_settings(config: Config, ranges: bool, incarnation: str) -> PublishSettings:
     """Return how this daemon (`incarnation`) publishes; `ranges`: whether the store honours ranges of a version."""
     members = config.membership
     return PublishSettings(

@@ -67,7 +67,7 @@ class AttemptRecord(msgspec.Struct, frozen=True):
     that asked for it, `again` and `resumed` as in its open record. `count` members must report, `members` are their
     names (empty: only the number is known), `complete` says that all have. `rewritten`: one of its files was written a
     second time before it was closed, so that its bytes may be those of a later save of the name. `cancelled`: the
-    training has removed it before it was closed.
+    training has removed or renamed it before it was closed.
 
     `opened_as` is the path at which its directory had a temporary name while it was written, "" for none.
     `signals` are close signals, in words by preset, that came while it was open and that nothing takes back: what

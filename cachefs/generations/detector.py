@@ -248,7 +248,7 @@ class Detector(Ledger):
             self._closed.pop(old, None)
         elif root is not None:
             self._dropped(root, old, now)
-        elif root is None and self._placer.place(old) is None:
+        elif self._placer.place(old) is None:
             self._loose(old)
 
     def _dropped(self, root: bytes, path: bytes, now: float) -> None:

@@ -211,12 +211,12 @@ def _outgrown(closed: Closed, placement: Placement) -> bool:
 
 
 def _by_contents(placement: Placement) -> bool:
-    return placement.kind == "directory" and all(preset.generic for preset in placement.candidates)
+    return all(preset.generic for preset in placement.candidates)
 
 
 def _by_fallback(placement: Placement, names: Collection[bytes]) -> bool:
     known = signals.knowing(placement, names)
-    return _by_contents(placement) and bool(known) and all(preset.fallback for preset in known)
+    return bool(known) and all(preset.fallback for preset in known)
 
 
 def _is_below(placement: Placement, root: Placement) -> bool:
@@ -225,4 +225,4 @@ def _is_below(placement: Placement, root: Placement) -> bool:
 
 def _has_name(placement: Placement) -> bool:
     """Return whether a directory is called like a checkpoint."""
-    return placement.kind == "directory" and not all(preset.generic for preset in placement.candidates)
+    return placement.kind == "directory" and not _by_contents(placement)

@@ -313,8 +313,7 @@ async def test_a_deletion_that_a_kill_cut_short_leaves_no_complete_save(mount, m
         await mount.write(f"run/global_step1/zero_pp_rank_{number}_mp_rank_00_model_states.pt", zipped(b"x"))
     await mount.write("run/latest", b"global_step1")
     lost = "run/global_step1/zero_pp_rank_1_mp_rank_00_model_states.pt"
-    (mount.staging.tree / lost).unlink()
-    await mount.report(Kind.REMOVED, lost)
+    await mount.remove(lost)
     path = b"run/global_step1"
     if moved:
         await mount.rename("run", "kept")
