@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 
 from cachefs.formats.records import AttemptRecord, State
 from cachefs.link import CloseSave
 from cachefs.staging.changes import Kind
-from tests.generations.test_tracker import Mount
+from tests.generations.mounted import Mount
 
 STEP = "run/global_step5"
-
-
-@pytest.fixture
-def mount(tmp_path: Path) -> Iterator[Mount]:
-    one = Mount(tmp_path)
-    with one.stack:
-        yield one
 
 
 def asked(attempt: AttemptRecord, *, quiet: float = 0.0) -> CloseSave:

@@ -14,15 +14,8 @@ from cachefs.generations import effects, retrying
 from cachefs.generations.tracked import Hints
 from cachefs.generations.view import FileSource, TreeView
 from cachefs.staging.changes import Kind
-from tests.generations.test_tracker import Full, Mount, metadata, zipped
+from tests.generations.mounted import Full, metadata, zipped
 from tests.generations.world import TENSORS, ZIP, World
-
-
-@pytest.fixture
-def mount(tmp_path):
-    one = Mount(tmp_path)
-    with one.stack:
-        yield one
 
 
 class Failing:
