@@ -11,13 +11,12 @@ import msgspec
 import pytest
 import trio
 
-from cachefs.errors import CorruptError, StagingError, UnavailableError
+from cachefs.errors import CorruptError
 from cachefs.formats.codec import decode, encode
 from cachefs.formats.manifest import Close, Manifest, MemberReport, Open
 from cachefs.formats.manifest import TestEvidence as Evidence
 from cachefs.formats.pointer import Pointer, Published
 from cachefs.formats.records import AttemptRecord, State
-from cachefs.journal import Journal, Txn
 from cachefs.publish.rules import effective_state
 from cachefs.publish.sealing import OpenSource
 from cachefs.restore.files import restore
@@ -26,7 +25,6 @@ from cachefs.restore.reader import find, load_manifest, read_pointer
 from cachefs.restore.verify import verify
 from cachefs.store.base import CREATE_ONLY, Condition
 from cachefs.store.directory import DirectoryStore
-from cachefs.store.hop import Inline
 from tests.conftest import DeclaredWarnings
 from tests.publish.stage import FILES, RUN, TREE, Member, memory
 from tests.store.faults import (
@@ -174,74 +172,6 @@ async def test_an_older_step_is_abandoned(members: Members, declared_warnings: D
     assert "step 100 is not newer than the published step 200 (step-200)" in record.error
     assert member.generations() == ["step-200"]
     assert member.pins.shards(older) == set()
-
-
-class Refusing(Inline):
-    """The system refuses the first threads that would drop pins."""
-
-    def __init__(self, times: int) -> None:
-        self.left = times
-
-    async def __call__(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if fn.__name__ == "_drop_pins" and self.left:
-            self.left -= 1
-            raise UnavailableError("the system starts no more threads", reason="threads")
-        return await super().__call__(fn, *args, **kwargs)
-
-
-class Full:
-    """A journal whose first write fails, as on a full disk or without a thread."""
-
-    def __init__(self, inner: Journal, when: Callable[[], bool] = lambda: True) -> None:
-        self.inner = inner
-        self.when = when
-        self.failed = 0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
-
-    async def write(self, fn: Callable[[Txn], Any]) -> Any:
-        if not self.failed and self.when():
-            self.failed += 1
-            raise StagingError("the journal cannot be written")
-        return await self.inner.write(fn)
-
-
-async def test_a_refused_thread_does_not_end_the_publisher_that_abandons(
-    members: Members, declared_warnings: DeclaredWarnings
-) -> None:
-    declared_warnings("generation abandoned")
-    declared_warnings("publication waits.*no more threads")
-    declared_warnings("the journal cannot be written")
-    member = members()
-    member.save("step-200", 200)
-    await member.publish()
-    older = member.save("step-100", 100)
-    member.save("step-300", 300)
-    hop = Refusing(3)
-    journal = Full(member.journal, lambda: member.attempt(older).state is State.ABANDONED)
-    await member.publish(hop=hop, journal=journal)
-    assert (hop.left, journal.failed) == (0, 1)
-    assert member.attempt(older).state is State.ABANDONED
-    assert member.generations() == ["step-200", "step-300"]
-    assert member.pins.shards(older) == set()
-
-
-async def test_a_refused_thread_does_not_end_the_publisher_that_starts(
-    members: Members, declared_warnings: DeclaredWarnings
-) -> None:
-    """What was published before a crash is released then, and the journal may not be written either."""
-    declared_warnings("publication waits.*no more threads")
-    declared_warnings("the journal cannot be written")
-    member = members()
-    first = member.save("step-1", 1)
-    member.journal.write_now(lambda txn: txn.update_attempt(first, state=State.PUBLISHED))
-    member.save("step-2", 2)
-    hop, journal = Refusing(3), Full(member.journal)
-    await member.publish(hop=hop, journal=journal)
-    assert (hop.left, journal.failed) == (0, 1)
-    assert member.pins.shards(first) == set()
-    assert member.generations() == ["step-2"]
 
 
 async def test_a_retired_attempt_is_abandoned(members: Members, declared_warnings: DeclaredWarnings) -> None:
