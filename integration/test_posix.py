@@ -262,6 +262,22 @@ def test_a_large_directory_is_listed_completely_while_it_changes(mnt):
     shutil.rmtree(mnt)
 
 
+def test_a_listing_is_complete_although_the_kernel_drops_what_it_has_cached_of_it(mnt):
+    """As it does when memory is short: whoever is in the middle of it goes on at the same place."""
+    names = {f"{number:04}" for number in range(3000)}
+    for name in names:
+        put(mnt / name, b"")
+    assert set(os.listdir(mnt)) == names
+    fd = os.open(mnt, os.O_RDONLY)
+    with os.scandir(mnt) as entries:
+        seen = [next(entries).name]
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        seen += [entry.name for entry in entries]
+    os.close(fd)
+    assert sorted(seen) == sorted(names)
+    shutil.rmtree(mnt)
+
+
 def test_thousands_of_directories_cost_no_call_its_descriptor(mnt):
     """More directories in use than the usual soft limit of open files."""
     for number in range(1500):

@@ -6,8 +6,11 @@ import ctypes
 import errno
 import os
 import stat as stat_module
+from bisect import bisect_left
 from collections.abc import Iterator
-from itertools import count
+from itertools import count, islice
+
+import xxhash
 
 from cachefs.mount.inodes import Node
 from cachefs.mount.threads import hold
@@ -19,19 +22,18 @@ RENAME_EXCHANGE = 2
 _libc = ctypes.CDLL(None, use_errno=True)
 
 Entry = tuple[Node, os.stat_result]
-_INDEX_BITS = 32
-"""Of a position in a listing; more entries a directory cannot have here."""
+_POSITION_BITS = 62
+"""Of a position in a listing, which the kernel keeps as a signed number."""
 
 
 class Listing:
-    """A directory being listed: the names as they were read, and the position of the first."""
+    """A directory being listed: its entries by position, None until they are read."""
 
-    __slots__ = ("base", "names", "node")
+    __slots__ = ("entries", "node")
 
     def __init__(self, node: Node) -> None:
         self.node = node
-        self.names: list[bytes] = []
-        self.base = 0
+        self.entries: list[tuple[int, bytes]] | None = None
 
 
 class Namespace:
@@ -42,7 +44,6 @@ class Namespace:
         self._table = tree.table
         self._listings: dict[int, Listing] = {}
         self._next_listing = count(1)
-        self._next_snapshot = count(1)
 
     def lookup(self, parent: int, name: bytes) -> Entry | None:
         """Return the entry, or None when there is none (the kernel may remember that: nobody else creates names)."""
@@ -223,21 +224,30 @@ class Namespace:
         """Yield the names of a listing from a position on, each with the position after it; position 0 reads the
         directory (again), later ones use what was read.
 
-        Positions are indices into what was read, so a name is reported once whatever happens to the directory
-        meanwhile. They begin with a number of their own each time: the kernel joins to one cached listing what it asked
-        for through several handles, if only the positions fit.
+        A name has the same position in every reading, and they come in the order of these: so each one that is there
+        all the time is reported once, whatever happens to the directory meanwhile. The kernel joins to one cached
+        listing what it asked for through several handles, if only the positions fit, and when it drops a page of that,
+        it asks a handle to go on that has read nothing.
         """
         listing = self._listings[handle]
-        if start == 0:
-            fd = os.open(b".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self._table.descriptor(listing.node))
-            try:
-                listing.names = [os.fsencode(name) for name in os.listdir(fd)]
-            finally:
-                os.close(fd)
-            listing.base = next(self._next_snapshot) << _INDEX_BITS
-        first = start & ((1 << _INDEX_BITS) - 1)
-        for index in range(first, len(listing.names)):
-            yield listing.names[index], listing.base + index + 1
+        if start == 0 or listing.entries is None:
+            listing.entries = self._entries(listing.node)
+        for position, name in islice(listing.entries, bisect_left(listing.entries, (start + 1, b"")), None):
+            yield name, position
+
+    def _entries(self, node: Node) -> list[tuple[int, bytes]]:
+        """Read a directory; return its names with their positions, which go by their hashes."""
+        fd = os.open(b".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self._table.descriptor(node))
+        try:
+            names = [os.fsencode(name) for name in os.listdir(fd)]
+        finally:
+            os.close(fd)
+        hashed = sorted((xxhash.xxh3_64_intdigest(name) >> (64 - _POSITION_BITS), name) for name in names)
+        last, entries = 0, []
+        for position, name in hashed:
+            last = max(position, last + 1)  # of two names with one hash, the kernel could not ask for the second
+            entries.append((last, name))
+        return entries
 
     def listed(self, handle: int, name: bytes) -> Entry | None:
         """Return an entry of a listing and count the kernel's reference; None when it is gone meanwhile."""
