@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import Any
 
 CACHEFS = [str(Path(sys.executable).with_name("cachefs"))]
-PATIENCE = 60.0
-"""Seconds that anything may take before a test fails."""
+PATIENCE = 120.0
+"""Seconds that anything may take before a test fails. The daemon's engine makes way for all others (nice), also for the
+tests that run beside this one.
+"""
 
 
 def await_condition(holds: Callable[[], Any], what: str, *, timeout: float = PATIENCE) -> Any:

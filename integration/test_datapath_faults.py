@@ -206,7 +206,7 @@ def test_a_full_staging_disk_costs_its_writer_an_error_and_nothing_else(world: W
 
 def fill(fd: int, data: bytes) -> int:
     """Write until the disk is full, the last blocks in small pieces; return how many bytes fit. What the file system
-    kept back for its own needs is used, too.
+    kept back for its own needs is used, too, and what it gives back late.
     """
     done, full, piece = 0, -1, MIB
     while True:
@@ -217,7 +217,7 @@ def fill(fd: int, data: bytes) -> int:
                 raise
             if piece == 512:
                 os.fsync(fd)
-                if done == full:
+                if done == full and os.fstatvfs(fd).f_bavail == 0:
                     return done
                 full = done
             piece = 512 if piece == 4096 else 4096
