@@ -129,7 +129,6 @@ def kill(one: Node, chance: random.Random) -> None:
         one.start()
 
 
-@pytest.mark.timeout(600)
 def test_a_reader_never_sees_half_a_save(tmp_path: Path) -> None:
     """200 saves in ten runs, and kills at moments that the seed chooses."""
     (tmp_path / "store").mkdir()
