@@ -22,18 +22,20 @@ RENAME_EXCHANGE = 2
 _libc = ctypes.CDLL(None, use_errno=True)
 
 Entry = tuple[Node, os.stat_result]
-_POSITION_BITS = 62
-"""Of a position in a listing, which the kernel keeps as a signed number."""
+_PLACE_BITS = 40
+"""Of a position in a listing; those above it, up to the sign, number the reading of the directory."""
+_READINGS = (1 << (63 - _PLACE_BITS)) - 1
 
 
 class Listing:
-    """A directory being listed: its entries by position, None until they are read."""
+    """A directory being listed: its entries by place, as they were read, and the number of the reading."""
 
-    __slots__ = ("entries", "node")
+    __slots__ = ("entries", "node", "reading")
 
     def __init__(self, node: Node) -> None:
         self.node = node
-        self.entries: list[tuple[int, bytes]] | None = None
+        self.entries: list[tuple[int, bytes]] = []
+        self.reading = 0
 
 
 class Namespace:
@@ -44,6 +46,7 @@ class Namespace:
         self._table = tree.table
         self._listings: dict[int, Listing] = {}
         self._next_listing = count(1)
+        self._next_reading = count()
 
     def lookup(self, parent: int, name: bytes) -> Entry | None:
         """Return the entry, or None when there is none (the kernel may remember that: nobody else creates names)."""
@@ -224,28 +227,33 @@ class Namespace:
         """Yield the names of a listing from a position on, each with the position after it; position 0 reads the
         directory (again), later ones use what was read.
 
-        A name has the same position in every reading, and they come in the order of these: so each one that is there
-        all the time is reported once, whatever happens to the directory meanwhile. The kernel joins to one cached
-        listing what it asked for through several handles, if only the positions fit, and when it drops a page of that,
-        it asks a handle to go on that has read nothing.
+        A name has the same place in every reading, and they come in that order: so each one that is there all the time
+        is reported once, whatever happens to the directory meanwhile, and whoever read it. For when the kernel drops a
+        part of a listing that it has cached, it asks a handle to go on that has read nothing, or something else. Above
+        the place a position holds the number of the reading: the kernel joins to one cached listing what it asked for
+        through several handles, if only the positions fit.
         """
         listing = self._listings[handle]
-        if start == 0 or listing.entries is None:
-            listing.entries = self._entries(listing.node)
-        for position, name in islice(listing.entries, bisect_left(listing.entries, (start + 1, b"")), None):
-            yield name, position
+        reading, place = divmod(start, 1 << _PLACE_BITS)
+        if start == 0 or reading != listing.reading:
+            listing.entries = self._read(listing.node)
+            listing.reading = 1 + next(self._next_reading) % _READINGS
+        first = bisect_left(listing.entries, (place + 1, b"")) if start else 0
+        for at, name in islice(listing.entries, first, None):
+            yield name, (listing.reading << _PLACE_BITS) + at
 
-    def _entries(self, node: Node) -> list[tuple[int, bytes]]:
-        """Read a directory; return its names with their positions, which go by their hashes."""
+    def _read(self, node: Node) -> list[tuple[int, bytes]]:
+        """Read a directory; return its names with their places, which go by their hashes."""
         fd = os.open(b".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self._table.descriptor(node))
         try:
             names = [os.fsencode(name) for name in os.listdir(fd)]
         finally:
             os.close(fd)
-        hashed = sorted((xxhash.xxh3_64_intdigest(name) >> (64 - _POSITION_BITS), name) for name in names)
-        last, entries = 0, []
-        for position, name in hashed:
-            last = max(position, last + 1)  # of two names with one hash, the kernel could not ask for the second
+        # A bit less than there is room for: of names with one hash, each has the place after the one before it.
+        hashed = sorted((xxhash.xxh3_64_intdigest(name) >> (65 - _PLACE_BITS), name) for name in names)
+        last, entries = -1, []
+        for place, name in hashed:
+            last = max(place, last + 1)
             entries.append((last, name))
         return entries
 
