@@ -24,6 +24,7 @@ from cachefs.formats.keys import Keys
 from cachefs.formats.names import to_text
 from cachefs.formats.records import Identity, LooseRecord
 from cachefs.journal import Journal, Txn
+from cachefs.staging.walking import open_directory, open_file
 from cachefs.store.base import ObjectInfo, ObjectStore, PartInfo
 from cachefs.store.createonly import SHA256
 from cachefs.store.hop import Hop
@@ -232,21 +233,17 @@ def _forget(text: str, txn: Txn) -> None:
 
 def _open(tree_fd: int, path: bytes) -> int | None:
     """Open a file below the tree for reading, never through a symbolic link; None when there is no file."""
-    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
-    above = os.dup(tree_fd)
+    directory, _, name = path.rpartition(b"/")
     try:
-        *directories, name = path.split(b"/")
-        for directory in directories:
-            inner = os.open(directory, flags | os.O_DIRECTORY, dir_fd=above)
+        above = open_directory(tree_fd, directory)
+        try:
+            return open_file(name, above)
+        finally:
             os.close(above)
-            above = inner
-        return os.open(name, flags | os.O_NONBLOCK, dir_fd=above)  # a FIFO must not hold the thread
     except OSError as error:
         if error.errno in _NOT_A_FILE:
             return None
         raise
-    finally:
-        os.close(above)
 
 
 def _identity(fd: int) -> Identity:

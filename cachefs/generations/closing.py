@@ -14,7 +14,7 @@ from cachefs.formats.names import to_text
 from cachefs.formats.records import AttemptRecord, Identity, ShardRecord
 from cachefs.generations.presets import matches
 from cachefs.staging.pins import Pins
-from cachefs.staging.walking import open_directory
+from cachefs.staging.walking import open_directory, open_file
 from cachefs.staging.writers import written
 
 TRACKER_MAX = 64 << 10
@@ -212,7 +212,7 @@ def user_xattrs(dir_fd: int, name: bytes) -> dict[str, bytes]:
 
 
 def _read(name: str, dir_fd: int) -> bytes:
-    fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=dir_fd)
+    fd = open_file(name, dir_fd)
     try:
         return os.pread(fd, TRACKER_MAX, 0)
     finally:

@@ -11,6 +11,7 @@ from cachefs.errors import DAMAGE, CorruptError, UnreadableError
 from cachefs.formats.names import to_text
 from cachefs.formats.records import Baseline
 from cachefs.generations.completeness import Source
+from cachefs.staging.walking import open_file
 from cachefs.staging.writers import written
 
 _ASKED = 1000
@@ -38,7 +39,7 @@ class FileSource:
         Raises CorruptError when the disk has lost them, UnreadableError when they cannot be read just now.
         """
         try:
-            fd = os.open(self._path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self._dir_fd)
+            fd = open_file(self._path, self._dir_fd)
             try:
                 return os.pread(fd, length, offset)
             finally:

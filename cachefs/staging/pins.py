@@ -16,6 +16,7 @@ from pathlib import Path
 
 from cachefs.staging.copying import clone, sync_directory
 from cachefs.staging.layout import Staging
+from cachefs.staging.walking import open_file
 
 PinName = tuple[str, str]
 """Attempt id and shard id."""
@@ -34,11 +35,7 @@ class PinReader:
 
     def open(self, attempt: str, shard: str) -> int:
         """Open a pinned file for reading, without touching its access time where that is allowed; return the fd."""
-        path = self.path(attempt, shard)
-        try:
-            return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NOATIME)
-        except PermissionError:
-            return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        return open_file(self.path(attempt, shard))
 
     def is_current(self, attempt: str, shard: str, fd: int) -> bool:
         """Return whether the pin still is the inode behind `fd`: what was read from it then is the pinned bytes."""

@@ -68,6 +68,15 @@ def test_of_a_file_that_is_gone_nothing_is_read(tmp_path):
     assert FileSource(os.fsencode(tmp_path / "gone"), None, 5).read(0, 5) == b""
 
 
+def test_a_look_at_a_file_leaves_its_access_time_alone(tmp_path):
+    """The training may have set it by then."""
+    path, long_ago = tmp_path / "x.pt", 1_500_000_000_000_000_123
+    path.write_bytes(b"x" * 10)
+    os.utime(path, ns=(long_ago, long_ago))
+    assert FileSource(os.fsencode(path), None, 10).read(0, 5) == b"xxxxx"
+    assert path.stat().st_atime_ns == long_ago
+
+
 # ---- what the detector makes of it
 
 LATER, LOST = UnreadableError("no descriptor"), CorruptError("a bad block")
