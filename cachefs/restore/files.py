@@ -9,6 +9,8 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
@@ -54,9 +56,9 @@ def restore(
 
     An existing target is refused (InvalidError), or moved aside and deleted after the new one is in place with
     `replace`; trackers are replaced, and a directory of a tracker's name is refused. On any error nothing is left but
-    what was there; of several trackers, some may be the new ones if the system refuses another. Raises CorruptError
-    that names the shard, DeniedError where this user may not write, CachefsError for other local failures (disk full),
-    and the store's errors.
+    what was there; only a tracker that cannot be hard linked may be the new one if the system refuses another. Raises
+    CorruptError that names the shard, DeniedError where this user may not write, CachefsError for other local failures
+    (disk full), and the store's errors.
     """
     layout = check_manifest(manifest)
     target = directory / os.fsdecode(layout.root)
@@ -73,14 +75,13 @@ def restore(
             writer.write(workers)
             trackers = _write_trackers(temp, layout)
             _check_trackers(directory, layout)
-            _put_in_place(temp, target, replace)
-            try:
+            with ExitStack() as undo:  # a tracker may be another user's, in a directory with the sticky bit
+                _put_in_place(temp, target, replace)
+                undo.callback(_take_back, temp, target)
                 for name in trackers:
-                    os.rename(trackers[name], os.path.join(os.fsencode(directory), name))
-            except OSError:  # another user's, in a directory with the sticky bit
-                _take_back(temp, target)
-                raise
-            _sync_directory(directory)
+                    undo.callback(_replace_tracker(trackers[name], os.path.join(os.fsencode(directory), name)))
+                _sync_directory(directory)
+                undo.pop_all()
         finally:
             remove_tree(temp)
     except OSError as error:
@@ -197,6 +198,24 @@ def _take_back(temp: Path, target: Path) -> None:
     target.rename(temp / "new")
     if os.path.lexists(temp / "old"):
         (temp / "old").rename(target)
+
+
+def _replace_tracker(new: bytes, path: bytes) -> Callable[[], None]:
+    """Rename a tracker to its name; return what undoes it.
+
+    What had the name is kept by a link: a rename would leave an instant without a tracker, and take along a directory
+    that has appeared there.
+    """
+    old = new + b"-old"
+    try:
+        os.link(path, old, follow_symlinks=False)
+        undo = partial(os.rename, old, path)
+    except FileNotFoundError:
+        undo = partial(os.unlink, path)
+    except OSError:  # a file system without links, or a file of another user (proc(5), protected_hardlinks)
+        undo = None
+    os.rename(new, path)
+    return undo or (lambda: None)
 
 
 def _check_trackers(directory: Path, layout: Layout) -> None:

@@ -208,6 +208,60 @@ def test_a_tracker_that_may_not_be_replaced_leaves_what_was_there(
     assert tree(tmp_path) == {"latest": b"new", "step-1": None, "step-1/new": b"new"}
 
 
+@pytest.mark.parametrize("replace", [False, True])
+@pytest.mark.parametrize("refused", [b"latest", b"sync"])
+def test_trackers_that_were_replaced_become_what_they_were_when_the_last_step_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replace: bool, refused: bytes
+) -> None:
+    store = memory()
+    names = ("file", "link", "none", "latest")
+    made = manifest(store, {"new": b"new"}, trackers=tuple(Tracker(name, b"new") for name in names))
+    (tmp_path / "file").write_bytes(b"old")
+    (tmp_path / "link").symlink_to("nowhere")
+    (tmp_path / "latest").write_bytes(b"old")
+    if replace:
+        (tmp_path / "step-1").mkdir()
+        (tmp_path / "step-1/old").write_bytes(b"old")
+    before, rename, renamed = tree(tmp_path), os.rename, []
+    number = (tmp_path / "file").stat().st_ino
+
+    def refuse(old: Any, new: Any) -> None:
+        name = os.path.basename(os.fsencode(new))
+        if name == refused:
+            raise PermissionError(errno.EPERM, "sticky", new)
+        assert name not in (b"file", b"latest") or os.path.lexists(new), "never without a tracker"
+        rename(old, new)
+        renamed.append(name)
+
+    def no_sync(_: Path) -> None:
+        raise PermissionError(errno.EPERM, "refused")
+
+    monkeypatch.setattr(os, "rename", refuse)
+    if refused == b"sync":
+        monkeypatch.setattr("cachefs.restore.files._sync_directory", no_sync)
+    with pytest.raises(DeniedError):
+        restore(store, made, tmp_path, replace=replace)
+    assert {b"file", b"link", b"none"} <= set(renamed), "they were replaced before"
+    assert tree(tmp_path) == before
+    assert (tmp_path / "file").stat().st_ino == number
+
+
+def test_a_tracker_that_cannot_be_linked_is_replaced_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another user's (protected_hardlinks), or on a file system without hard links."""
+    store = memory()
+    made = manifest(store, {"new": b"new"}, trackers=(Tracker("latest", b"new"),))
+    (tmp_path / "latest").write_bytes(b"old")
+
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(errno.EPERM, "no links")
+
+    monkeypatch.setattr(os, "link", refuse)
+    restore(store, made, tmp_path)
+    assert tree(tmp_path) == {"latest": b"new", "step-1": None, "step-1/new": b"new"}
+
+
 @pytest.mark.parametrize("workers", [1, 4])
 @pytest.mark.parametrize("fault", [corrupted, lost_request])
 @pytest.mark.parametrize("replace", [False, True])
