@@ -89,7 +89,7 @@ class Reporter:
     async def status(self) -> Status:
         """Return the whole status."""
         found = await self.read()
-        seen = snapshot(found, now=clock.now(), waiting=self._live.open_saves())
+        seen = snapshot(found, now=clock.now(), waiting=self._live.open_saves(), closing=self._live.closing())
         members = self._config.membership
         return Status(
             version=__version__,

@@ -6,7 +6,7 @@ journal.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 import msgspec
 
@@ -18,7 +18,8 @@ from cachefs.publish.rules import effective_state
 
 class GenerationStatus(msgspec.Struct, frozen=True):
     """One attempt. Sizes in bytes, `age` in seconds since it was closed (or opened, while it is open). `preset` is ""
-    as long as nothing proves which one it is.
+    as long as nothing proves which one it is. `complete`: its close signal came, so a flush waits for it; of one that
+    is abandoned, that it was closed by then. `cancelled`: the training removed or renamed it before it was closed.
     """
 
     path: str
@@ -35,6 +36,8 @@ class GenerationStatus(msgspec.Struct, frozen=True):
     age: float
     error: str = ""
     waiting: str = ""
+    complete: bool = False
+    cancelled: bool = False
 
 
 class RunStatus(msgspec.Struct, frozen=True):
@@ -77,12 +80,14 @@ class Status(msgspec.Struct, frozen=True):
 
 class Flushed(msgspec.Struct, frozen=True):
     """Nothing is pending: how many generations are published and how many were abandoned, of those that the daemon
-    knows. `open` are saves that are not complete, by path, and what each waits for.
+    knows. `open` are saves that are not complete, by path, and what each waits for. `lost` are complete ones that were
+    abandoned meanwhile, by path, and why; the command line finds them (`lost`), for it may ask more than once.
     """
 
     published: int
     abandoned: int = 0
     open: dict[str, str] = {}
+    lost: dict[str, str] = {}
 
 
 class Snapshot(msgspec.Struct, frozen=True):
@@ -140,9 +145,15 @@ def read(txn: Txn) -> Read:
 
 
 def generation_status(
-    attempt: AttemptRecord, totals: Totals, run: RunRecord | None, *, now: float, waiting: str = ""
+    attempt: AttemptRecord,
+    totals: Totals,
+    run: RunRecord | None,
+    *,
+    now: float,
+    waiting: str = "",
+    closing: bool = False,
 ) -> GenerationStatus:
-    """Return the status of one attempt."""
+    """Return the status of one attempt. `closing` says that its close signal came while it is open."""
     files, size = totals.files_flushed, totals.bytes_flushed
     if attempt.state is State.PUBLISHED:  # its shard records are gone
         files, size = attempt.files, attempt.size
@@ -162,18 +173,49 @@ def generation_status(
         age=max(0.0, now - since),
         error=attempt.error or totals.error,
         waiting=waiting,
+        complete=attempt.closed_at is not None or (closing and attempt.state is State.OPEN),
+        cancelled=attempt.cancelled,
     )
 
 
-def snapshot(seen: Read, *, now: float, waiting: Mapping[str, str] | None = None) -> Snapshot:
-    """Return the journal's part of a status. `waiting` says by path what an open save waits for."""
+def lost(before: Status, after: Status) -> dict[str, str]:
+    """Return the complete saves that were abandoned between two looks, by path, and why.
+
+    Not lost is what the training itself has dropped before it was closed, nor what a later save of the path has
+    replaced that is published.
+    """
+    then = {one.attempt: one for one in before.generations}
+    found: dict[str, str] = {}
+    for one in after.generations:  # in the order they were opened
+        known = then.get(one.attempt)
+        complete = one.complete or (known is not None and known.complete)
+        if one.state is State.PUBLISHED:
+            found.pop(one.path, None)
+        elif known is not None and known.state is State.ABANDONED:
+            continue
+        elif one.state is State.ABANDONED and complete and not one.cancelled:
+            found[one.path] = one.error
+    return found
+
+
+def snapshot(
+    seen: Read, *, now: float, waiting: Mapping[str, str] | None = None, closing: Collection[str] = ()
+) -> Snapshot:
+    """Return the journal's part of a status. `waiting` says by path what an open save waits for, `closing` are the
+    paths of those whose close signal came.
+    """
     backlog_bytes = backlog_files = 0
     oldest = 0.0
     generations = []
     for attempt in seen.attempts:
         totals = seen.totals.get(attempt.attempt, Totals())
         status = generation_status(
-            attempt, totals, seen.runs.get(attempt.run), now=now, waiting=(waiting or {}).get(attempt.path, "")
+            attempt,
+            totals,
+            seen.runs.get(attempt.run),
+            now=now,
+            waiting=(waiting or {}).get(attempt.path, ""),
+            closing=attempt.path in closing,
         )
         generations.append(status)
         if attempt.closed_at is not None and not attempt.state.final:

@@ -14,10 +14,10 @@ from cachefs import control
 from cachefs.cli import show
 from cachefs.cli.show import AsJson
 from cachefs.config.load import given
-from cachefs.errors import InvalidError, WaitTimeout
+from cachefs.errors import CachefsError, InvalidError, WaitTimeout
 from cachefs.formats.names import to_text
 from cachefs.formats.records import State
-from cachefs.status import Flushed, Status
+from cachefs.status import Flushed, Status, lost
 
 Timeout = Annotated[float | None, typer.Option("--timeout", help="Seconds to wait at most.", show_default=False)]
 TELL = 5.0
@@ -80,10 +80,25 @@ def flush(
     timeout: Timeout = None,
     as_json: AsJson = False,
 ) -> None:
-    """Return when everything that is complete is published; say what stays open."""
+    """Return when everything that is complete is published; say what stays open. Fails if a complete save was abandoned
+    meanwhile.
+    """
     socket, _ = control.find(_mountpoint(mountpoint))
-    flushed = msgspec.convert(_patiently(socket, control.FlushRequest(timeout)), Flushed)
+    before = _status(socket)
+    try:
+        flushed = msgspec.convert(_patiently(socket, control.FlushRequest(timeout)), Flushed)
+    except control.DaemonError:  # the next flush would take them for old ones
+        for path, reason in lost(before, _status(socket)).items():
+            show.warn(f"{path} was abandoned meanwhile: {reason}")
+        raise
+    flushed = msgspec.structs.replace(flushed, lost=lost(before, _status(socket)))
     show.result(flushed, show.flushed(flushed), as_json=as_json)
+    if flushed.lost:
+        raise CachefsError(
+            f"{len(flushed.lost)} complete saves were abandoned meanwhile ({next(iter(flushed.lost))}): they are not"
+            " published",
+            hint="what is left of them is in the mount; cachefs status says why",
+        )
 
 
 def _patiently(socket: Path, request: control.WaitRequest | control.FlushRequest) -> Any:

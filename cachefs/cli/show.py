@@ -104,7 +104,7 @@ def status(status: Status, *, watched: bool = False) -> RenderableType:
 
 
 def flushed(done: Flushed) -> str:
-    """Say what a flush has found: nothing that is pending, but perhaps saves that are not complete."""
+    """Say what a flush has found: nothing that is pending, but perhaps saves that are lost or not complete."""
     text = f"nothing is pending; {done.published} generations published"
     if done.abandoned:
         text += f", {done.abandoned} abandoned"
@@ -112,6 +112,9 @@ def flushed(done: Flushed) -> str:
         lines = [f"  {path}, waiting: {waiting}" for path, waiting in list(done.open.items())[:_FIRST]]
         more = [f"  and {len(done.open) - _FIRST} more"] if len(done.open) > _FIRST else []
         text = "\n".join([f"{text}; {len(done.open)} not complete, so not published:", *lines, *more])
+    if done.lost:
+        lines = [f"  {path}: {reason}" for path, reason in done.lost.items()]
+        text = "\n".join([text, f"ABANDONED meanwhile, {len(done.lost)} complete, and not published:", *lines])
     return text
 
 
