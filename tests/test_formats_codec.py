@@ -147,6 +147,25 @@ def test_every_golden_file_is_tested():
     assert {path.stem for path in GOLDEN.glob("*.json")} == set(OBJECTS)
 
 
+@pytest.mark.parametrize("name", ["open", "wanted"])
+def test_a_field_that_older_readers_refuse_is_left_out_where_it_says_nothing(name):
+    """However the object came about; and it is read where it stands all the same."""
+    plain = OBJECTS[name]
+    told = msgspec.structs.replace(plain, resumed=True)
+    read = decode(changed(name, resumed=False), type(plain), name)
+    for made in (
+        plain,
+        read,
+        msgspec.structs.replace(plain, resumed=False),
+        msgspec.structs.replace(told, resumed=False),
+    ):
+        assert "resumed" not in json.loads(encode(made))
+        assert made == plain
+        assert not made.resumed
+    assert json.loads(encode(told))["resumed"] is True
+    assert decode(encode(told), type(plain), name) == told != plain
+
+
 @pytest.mark.parametrize("name", OBJECTS)
 def test_the_encoding_is_canonical(name):
     """Keys are sorted at every level, nothing is spaced, and one line break ends it: equal values are equal bytes."""

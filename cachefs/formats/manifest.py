@@ -1,6 +1,7 @@
 """The objects of one attempt: open, member report, close, manifest, test evidence. Canonical JSON, see codec.py.
 
-Version rule: every object carries `format`; a reader refuses other numbers and unknown fields.
+Version rule: every object carries `format`; a reader refuses other numbers and unknown fields. So a field that older
+readers of this format do not know is left out where it says nothing: they refuse only what they would misunderstand.
 Digests: a shard is hashed in parts of `part_size` bytes (the last part may be shorter; an empty file has one empty
 part). `parts` are the SHA-256 of each part, hex. `sha256` is the part's digest when there is one part, and otherwise
 the SHA-256 over the concatenated binary part digests: exactly what S3 reports as ChecksumSHA256 of a single PutObject,
@@ -77,7 +78,7 @@ class Open(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     `count` members must report; `members` are their names, empty when only the number is known. `wish` is the save of a
     member that asked for the attempt. `again`: the member that asked, or else the owner, has had a save of this name
     just before that found no attempt; such a save is not part of this one on any member. `resumed`: it has had one
-    whose attempt ended while it was written, and has gone on with that or begun the next.
+    whose attempt ended while it was written, and has gone on with that or begun the next; left out if not.
     """
 
     run: str
@@ -93,8 +94,11 @@ class Open(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     opened_at: str
     wish: str = ""
     again: bool = False
-    resumed: bool = False
+    resumed: bool | msgspec.UnsetType = msgspec.UNSET
     format: Literal[1] = FORMAT
+
+    def __post_init__(self) -> None:
+        _leave_out_resumed(self)
 
 
 class Close(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -243,8 +247,11 @@ class Wanted(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     step: int
     serial: int = 0
     again: bool = False
-    resumed: bool = False
+    resumed: bool | msgspec.UnsetType = msgspec.UNSET
     format: Literal[1] = FORMAT
+
+    def __post_init__(self) -> None:
+        _leave_out_resumed(self)
 
 
 class TestEvidence(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -267,6 +274,12 @@ class TestEvidence(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     testers: tuple[str, ...] = ()
     loaded: Loaded | None = None
     format: Literal[1] = FORMAT
+
+
+def _leave_out_resumed(made: Open | Wanted) -> None:
+    """Make False, which may be in the bucket, equal to what is left out."""
+    if made.resumed is False:
+        msgspec.structs.force_setattr(made, "resumed", msgspec.UNSET)
 
 
 def tree_digest(parts: Sequence[bytes]) -> str:

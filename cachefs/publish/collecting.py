@@ -166,7 +166,7 @@ class Collector:
             foreign=True,
             wish=wish.attempt,
             again=wish.again,
-            resumed=wish.resumed,
+            resumed=bool(wish.resumed),
         )
         # In one transaction: a save of our own may have begun since the wishes were read.
         await self._journal.write(lambda txn: _grant(txn, record))

@@ -177,5 +177,5 @@ def _shared(opened: Open | AttemptRecord, seen: Seen, *, epoch: int, ordinal: in
         seq=seen.pointer.seq,
         wish=opened.wish,
         again=opened.again,
-        resumed=opened.resumed,
+        resumed=bool(opened.resumed),
     )
