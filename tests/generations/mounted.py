@@ -27,10 +27,10 @@ from tests.generations.fake_torch import metadata_pickle
 
 
 def zipped(text: bytes) -> bytes:
-    """Return a small zip, as torch.save writes one."""
+    """Return a small zip, as torch.save writes one: the same bytes for the same text, whatever the clock says."""
     out = BytesIO()
     with zipfile.ZipFile(out, "w") as archive:
-        archive.writestr("data", text)
+        archive.writestr(zipfile.ZipInfo("data"), text)
     return out.getvalue()
 
 
