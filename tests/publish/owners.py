@@ -136,6 +136,8 @@ class World:
                 event = options[self.choose(len(options))] if len(options) > 1 else options[0]
                 if not self.happen(event):
                     return False
+            if any(process.request for process in self.processes):  # every way to go on would be swapped
+                return False
             self.check_end()
         except AssertionError as error:
             raise AssertionError(f"{error}\nschedule: " + ", ".join(self.events)) from error
@@ -158,7 +160,8 @@ class World:
             name, request = process.name, process.request
             if request is None:
                 continue
-            options.append(Event(f"{name} {request.name}s", name, process.deliver))
+            if request.writes or name >= self._last_idle:  # a read would only be found to be swapped
+                options.append(Event(f"{name} {request.name}s", name, process.deliver))
             if request.writes and self.faults:
                 options.append(Event(f"{name} loses the answer", name, self._fault(process.lose_answer)))
                 options.append(Event(f"{name}'s request is copied", name, self._fault(self._copy, process)))
