@@ -177,15 +177,19 @@ def resumed(save: AttemptRecord, saves: Sequence[AttemptRecord], started: int) -
     )
 
 
-def follows(save: AttemptRecord, saves: Sequence[AttemptRecord], ended: Collection[str]) -> bool:
+def follows(
+    save: AttemptRecord, saves: Sequence[AttemptRecord], offers: Sequence[SharedRecord], ended: Collection[str]
+) -> bool:
     """Return whether this member has been at this name just before, in an attempt that ended: what it asks an attempt
     for now is not its first part of that one.
 
-    `ended` are the names of which an attempt ended that is older than anything written in this mount (RunRecord): a
-    machine that was replaced has no save of it, and one that was away has none of that time.
+    A machine that was replaced has no save of an attempt that is older than anything written in this mount, and one
+    that was away has none of that time. Their names are in `ended` (RunRecord) when this member has heard that they
+    ended; one that is still among its `offers` has ended when the next of its name is opened.
     """
+    older = any(one.before and not one.local and one.generation == save.generation for one in offers)
     before = _before(save, saves)
-    return save.generation in ended or (before is not None and _ended(before))
+    return older or save.generation in ended or (before is not None and _ended(before))
 
 
 def _ended(save: AttemptRecord) -> bool:

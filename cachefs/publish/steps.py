@@ -74,6 +74,7 @@ class Steps:
         with self._journal.read() as txn:
             record = txn.run(attempt.run)
             saves = [one for one in txn.attempts.scan() if one.run == attempt.run]
+            offers = [one for one in txn.shared.scan() if one.run == attempt.run]
         ended = {one.attempt for one in saves if one.state.final}
         same = [one for one in saves if one.generation == attempt.generation and not one.foreign]
         if not attempt.foreign and self._settings.count > 1:
@@ -93,7 +94,7 @@ class Steps:
             members=names,
             count=count,
             again=attempt.again if attempt.foreign else joining.again(attempt, same),
-            resumed=attempt.resumed if attempt.foreign else joining.follows(attempt, same, record.ended),
+            resumed=attempt.resumed if attempt.foreign else joining.follows(attempt, same, offers, record.ended),
         )
         key = writes.keys.open(attempt.run, attempt.attempt)
         with _condemns("open.json"):

@@ -75,7 +75,7 @@ class OwnWishes:
     async def _wish(self, run: str, save: AttemptRecord) -> None:
         same = [one for one in joined.saves(self._journal, run) if one.generation == save.generation]
         with self._journal.read() as txn:
-            ended = txn.run(run).ended
+            ended, offers = txn.run(run).ended, [one for one in txn.shared.scan() if one.run == run]
         wanted = Wanted(
             run=run,
             generation=save.generation,
@@ -85,7 +85,7 @@ class OwnWishes:
             step=save.step,
             serial=save.serial,
             again=again(save, same),
-            resumed=follows(save, same, ended),
+            resumed=follows(save, same, offers, ended),
         )
         await self._writes.create(self._writes.keys.wanted(run, save.attempt), wanted, _equal)
         await self._journal.write(partial(joined.show, save.attempt, WANTED))

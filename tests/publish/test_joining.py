@@ -75,6 +75,26 @@ def test_after_a_save_that_was_cut_short_no_attempt_is_joined_of_a_member_that_h
         assert decided([offer("o")], [msgspec.structs.replace(short, **known), save(2)]) == [Join("o", "s2")]
 
 
+@pytest.mark.parametrize(
+    ("saves", "offers", "ended", "said"),
+    [
+        ([], [], (), False),
+        ([save(1, State.ABANDONED, opened_epoch=1)], [], (), True),
+        ([save(1, State.PUBLISHED, opened_epoch=1)], [], (), False),
+        ([], [], ("g",), True),
+        ([], [offer("o", before=True)], (), True),
+        ([], [offer("o", before=True, local="s1")], (), False),
+        ([], [offer("o", before=True, generation="h")], ("h",), False),
+        ([], [offer("o")], (), False),
+    ],
+)
+def test_what_a_member_says_of_the_save_before_when_it_asks_for_an_attempt(
+    saves: list[AttemptRecord], offers: list[SharedRecord], ended: tuple[str, ...], said: bool
+) -> None:
+    """On a machine that was replaced, whether or not it has heard of the end of what is older."""
+    assert joining.follows(save(2), [*saves, save(2)], offers, ended) is said
+
+
 def test_a_save_that_waited_when_the_attempt_was_found_is_a_candidate() -> None:
     """Also when the training has started again since, and writes the name a second time."""
     (only,) = decided([offer("o", waiting=("s1",))], [save(1, State.ABANDONED), save(2)], started=1)
