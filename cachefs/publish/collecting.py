@@ -57,8 +57,11 @@ class Collector:
         self._path = path
         self._changed = changed
         self._problems = problems
+        self._confirm = confirm
         self._off: dict[str, set[str]] = {}
         """By run: the opened attempts that the pointer did not list at the last look."""
+        self._unopened: dict[str, set[str]] = {}
+        """By run: the attempts on the pointer's list whose open records could not be read at the last look."""
         self._wishes = OthersWishes(journal, writes, problems)
         self._reports = Reports(journal, writes, settings, granted=self._wishes.granted, confirm=confirm)
 
@@ -77,7 +80,7 @@ class Collector:
         if self._ownership.epoch(run) is None:
             return
         if seen is not None:
-            await self._take_over(run, seen)
+            await self._give_up(run, seen, await self._take_over(run, seen))
             await self._find_ended(run, seen)
         for wish in wishes.values():
             await self._open(wish)
@@ -107,15 +110,18 @@ class Collector:
         if seen is not None:
             await self._take_over(run, seen)
 
-    async def _take_over(self, run: str, seen: Seen) -> None:
+    async def _take_over(self, run: str, seen: Seen) -> dict[str, CorruptError]:
+        """Return the attempts whose open records cannot be read, and why."""
+        unopened: dict[str, CorruptError] = {}
         for attempt in self._unknown(seen):
             if await self._journal.write(partial(_own_again, attempt)):
                 continue
-            opened: Open | None = None
-            with self._problems.passed(run):
+            try:
                 opened = await self._opened(run, attempt)
-            if opened is None:
-                continue  # nobody can complete it
+            except CorruptError as error:
+                self._problems.note(run, error)
+                unopened[attempt] = error
+                continue
             _log.info("attempt taken over", run=run, generation=opened.generation, attempt=attempt)
             await self._insert(
                 AttemptRecord(
@@ -133,6 +139,40 @@ class Collector:
                     members=opened.members,
                     count=opened.count,
                     foreign=True,
+                )
+            )
+        return unopened
+
+    async def _give_up(self, run: str, seen: Seen, unopened: dict[str, CorruptError]) -> None:
+        """Abandon what nobody can complete, for its open record could not be read at the look before either.
+
+        While it is on the list, a member that has never read the record keeps out of the run.
+        """
+        before, self._unopened[run] = self._unopened.get(run, set()), set(unopened)
+        for entry in seen.pointer.open:
+            if entry.attempt not in before & set(unopened):
+                continue
+            error = unopened[entry.attempt]
+            await self._confirm(error)
+            _log.error("generation abandoned", generation=entry.generation, attempt=entry.attempt, reason=str(error))
+            await self._insert(
+                AttemptRecord(
+                    attempt=entry.attempt,
+                    path=self._path(run, entry.generation),
+                    run=run,
+                    generation=entry.generation,
+                    kind="directory",
+                    preset="",
+                    step=0,
+                    opened_at=clock.now(),
+                    serial=0,
+                    opened_epoch=seen.pointer.epoch,
+                    ordinal=0,
+                    members=self._settings.names,
+                    count=self._settings.count,
+                    foreign=True,
+                    state=State.ABANDONED,
+                    error=str(error),
                 )
             )
 

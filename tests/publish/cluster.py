@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import trio
 
-from cachefs.formats.records import AttemptRecord, State
+from cachefs.formats.records import AttemptRecord, RunRecord, State
 from cachefs.journal import Journal, Txn
 from cachefs.publish.collecting import Collector
 from cachefs.publish.looking import Looking
@@ -92,6 +92,11 @@ class Node(Member):
         with self.journal.read() as txn:
             found = [one for one in txn.attempts.scan() if one.generation == generation]
         return max(found, key=lambda one: one.serial)
+
+    def known(self, run: str) -> RunRecord:
+        """Return what the journal knows of a run."""
+        with self.journal.read() as txn:
+            return txn.run(run)
 
     async def live(
         self, *, completeness: Completeness = no_checks, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED

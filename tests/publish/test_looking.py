@@ -140,6 +140,44 @@ async def test_an_unreadable_open_record(clusters: Clusters, declared_warnings: 
         await publishes(cluster, "step-2", 2, a=A, b=B)
 
 
+@pytest.mark.parametrize("found", [None, b'{"format":2}'], ids=["gone", "unreadable"])
+async def test_an_open_record_that_neither_the_next_owner_nor_a_new_member_can_read(
+    clusters: Clusters, declared_warnings: DeclaredWarnings, found: bytes | None
+) -> None:
+    """Nobody can complete that attempt: the next owner takes it off the list, where it would keep the member out."""
+    declared_warnings("generation abandoned")
+    declared_warnings("a run does not move", optional=True)
+    store = FaultyStore(memory())
+    real = store.get
+    async with clusters(store) as cluster:
+        for name in ("a", "b"):
+            await cluster.add(name, owner=name == "a", names=("a", "b"), count=2)
+        await publishes(cluster, "step-1", 1, a=A, b=B)
+        first = cluster.save("step-2", 2, a=A)["a"]
+        await cluster.until(lambda: cluster.nodes["a"].latest("step-2").opened_epoch, "opened")
+        for name in ("a", "b"):
+            await cluster.nodes[name].kill()
+
+        def get(key: str, version_id: str | None = None) -> tuple[ObjectInfo, bytes] | None:
+            answer = real(key, version_id)
+            if answer is None or not key.endswith(f"{first}/open.json"):
+                return answer
+            return None if found is None else (answer[0], found)
+
+        store.get = get  # type: ignore[method-assign]
+        for name in ("a", "b"):
+            (cluster.root / name).rename(cluster.root / f"{name}-lost")
+            await cluster.add(name, owner=name == "a", names=("a", "b"), count=2)
+        a, b = cluster.nodes.values()
+        await cluster.until(lambda: records(a) and b.known(RUN).looked, "the new member may join")
+        await cluster.until(lambda: not shown(a) + shown(b), "nothing is wrong any more")
+        await publishes(cluster, "step-3", 3, a=A, b=B)
+        assert cluster.published() == ["step-1", "step-3"]
+        ended = a.latest("step-2")
+        assert ended.state is State.ABANDONED
+        assert "open.json" in ended.error
+
+
 async def test_an_unreadable_wish_is_passed_and_shown(clusters: Clusters, declared_warnings: DeclaredWarnings) -> None:
     declared_warnings("a run does not move")
     async with clusters() as cluster:
