@@ -10,11 +10,12 @@ import fcntl
 import json
 import os
 import shutil
-import socket
 import struct
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -105,19 +106,17 @@ def test_dcp_two_ranks_and_a_second_save_of_the_same_directory(trainer: Node, bu
 
 def ranks(action: str, directory: Path, value: float, world: int = 2) -> None:
     """Run all ranks of a DCP save or load."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     script = [sys.executable, str(SCRIPTS / "dcp_ranks.py"), action]
-    processes = [
-        subprocess.Popen(
-            [*script, str(rank), str(world), str(port), str(directory), str(value)], stderr=subprocess.PIPE
-        )
-        for rank in range(world)
-    ]
-    for process in processes:
-        _, errors = process.communicate(timeout=120)
-        assert process.returncode == 0, errors.decode()
+    with tempfile.TemporaryDirectory() as meeting, ExitStack() as stack:
+        told = [f"{meeting}/ranks", str(directory), str(value)]
+        processes = []
+        for rank in range(world):
+            command = [*script, str(rank), str(world), *told]
+            processes.append(stack.enter_context(subprocess.Popen(command, stderr=subprocess.PIPE)))
+            stack.callback(processes[-1].kill)
+        for process in processes:
+            _, errors = process.communicate(timeout=120)
+            assert process.returncode == 0, errors.decode()
 
 
 @pytest.mark.torch

@@ -22,6 +22,7 @@ from integration.posix import put
 from integration.proxy import lose_request, refused
 from integration.world import await_state, metric, save, states, status, tensors, world  # noqa: F401
 from tests.servers import Server
+from tests.servers.ports import free_port
 
 pytestmark = [pytest.mark.mount, pytest.mark.skipif(not os.path.exists("/dev/fuse"), reason="needs /dev/fuse")]
 FILES = {"model-1.safetensors": tensors(1000), "model-2.safetensors": tensors(10)}
@@ -184,10 +185,7 @@ def test_a_store_without_versions_is_refused_and_mounted_with_no_publish(moto_se
     assert code == 76
     assert "--no-publish" in said
 
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
-    options += ("--no-publish", "--metrics", address)
+    options += ("--no-publish", "--metrics", f"127.0.0.1:{free_port()}")
     with node(tmp_path / "local", f"s3://{bucket}/p", options=options, environ=moto_server.environ) as one:
         save(one.mnt / "run/step-1", FILES)
         await_state(one, "run/step-1", "staged")
@@ -296,9 +294,7 @@ def test_the_service_manager_is_told_what_happens(one):
 
 
 def test_metrics_are_served_under_the_documented_names(one):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     one.start("--metrics", f"127.0.0.1:{port}")
     put(one.mnt / "run.pt", b"x")
     one.wait("run.pt")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -28,6 +27,7 @@ from integration.machines import Machine, Switch
 from integration.node import Node, await_condition
 from integration.proxy import Proxy, Request
 from tests.servers import Server
+from tests.servers.ports import free_port
 
 MIB = 1 << 20
 PART = 5 * MIB
@@ -92,9 +92,7 @@ class World:
     def place(self, name: str, *options: str, metrics: bool = False) -> Node:
         """Return a node that is not started."""
         if metrics:
-            with socket.socket() as free:
-                free.bind(("127.0.0.1", 0))
-                options += ("--metrics", f"127.0.0.1:{free.getsockname()[1]}")
+            options += ("--metrics", f"127.0.0.1:{free_port()}")
         one = Node(
             self.root / name,
             f"s3://{self.bucket.bucket}/ckpt",

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
+from tests.servers.ports import free_port
+
 ENVIRONMENT = Path(".envs/bench")
 CREDENTIALS = {
     "AWS_ACCESS_KEY_ID": "bench",
@@ -167,13 +169,6 @@ def sink(place: Path) -> Iterator[str]:
     with process([sys.executable, "-m", "integration.bench.sink", str(port)], place / "sink.log"):
         await_true(lambda: listens(port), "the sink serves")
         yield f"http://127.0.0.1:{port}"
-
-
-def free_port() -> int:
-    """Return a port that nobody uses now."""
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
 
 
 def listens(port: int) -> bool:

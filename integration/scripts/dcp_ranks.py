@@ -1,9 +1,8 @@
 """One rank of a DCP save, or the load of it: plain torch, gloo on the loopback.
 
-usage: dcp_ranks.py save|load RANK WORLD PORT DIRECTORY VALUE
+usage: dcp_ranks.py save|load RANK WORLD FILE DIRECTORY VALUE; the ranks meet in FILE, which does not exist yet
 """
 
-import os
 import sys
 import warnings
 
@@ -12,9 +11,10 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 warnings.filterwarnings("ignore")
-action, rank, world, port, directory, value = sys.argv[1], *map(int, sys.argv[2:5]), sys.argv[5], float(sys.argv[6])
-os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-dist.init_process_group("gloo", rank=rank, world_size=world)
+action, rank, world, meeting, directory, value = (
+    sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], sys.argv[5], float(sys.argv[6]),
+)  # fmt: skip
+dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world)
 state = {f"rank{rank}": torch.full((256, 1024), value + rank), "shared": torch.full((1000,), value)}
 if action == "save":
     dcp.save(state, checkpoint_id=directory)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import http.client
 import os
-import socket
 import subprocess
 import time
 from collections.abc import Iterator, Mapping
@@ -27,6 +26,7 @@ import boto3
 
 from cachefs.store.s3 import S3Store
 from tests.servers.environments import install
+from tests.servers.ports import free_port
 
 NAMES = ("moto", "ministack")
 
@@ -96,7 +96,7 @@ def _session(access_key: str, secret_key: str, region: str) -> Any:
 def running(name: str) -> Iterator[Server]:
     """Run a server on a free port of the loopback until the block ends."""
     home = install(name)
-    port = _free_port()
+    port = free_port()
     with open(home / "server.log", "wb") as log:
         process = subprocess.Popen(
             _command(name, home, port),
@@ -125,12 +125,6 @@ def _command(name: str, home: Path, port: int) -> list[str]:
 
 def _environment(name: str, port: int) -> dict[str, str]:
     return {"GATEWAY_PORT": str(port)} if name == "ministack" else {}
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _await_ready(name: str, port: int, process: subprocess.Popen[bytes], log: Path) -> None:
