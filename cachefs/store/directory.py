@@ -71,12 +71,15 @@ _TRIES = 16
 
 
 class DirectoryStore:
-    """See the module's head. `root` must exist: an unmounted file system must not be mistaken for an empty store."""
+    """See the module's head. `root` must exist, and so must `.cachefs` in it once it was there: an unmounted file
+    system must not be mistaken for an empty store, nor be written to. Then every call raises NoStoreError.
+    """
 
     def __init__(self, root: str) -> None:
         self._root = os.path.abspath(root)
         self._own = os.path.join(self._root, _OWN)
         self._uploads = Uploads(self._own, self._work)
+        self._there = self._own if os.path.isdir(self._own) else self._root
 
     @property
     def url(self) -> str:
@@ -88,7 +91,7 @@ class DirectoryStore:
 
     def check(self) -> None:
         with translated(self.url):
-            os.listdir(self._root)
+            os.listdir(self._there)
 
     def prepare(self) -> None:
         with translated(self.url):
@@ -96,6 +99,7 @@ class DirectoryStore:
                 make_directories(self._root, f"{_OWN}/{name}")
             with self._lock(""):
                 pass
+        self._there = self._own
         self.sweep()
 
     def versioning(self) -> bool:
@@ -148,7 +152,9 @@ class DirectoryStore:
 
     def list_multiparts(self, prefix: str) -> list[UploadInfo]:
         with translated(self.url):
-            return self._uploads.list(prefix)
+            found = self._uploads.list(prefix)
+            os.stat(self._there)
+            return found
 
     def head(self, key: str, version_id: str | None = None) -> ObjectInfo | None:
         directory = self._directory(key)
@@ -161,7 +167,7 @@ class DirectoryStore:
                 if self._holds(directory, record):
                     return record.info()
         with translated(self.url):
-            os.stat(self._root)  # last: a store that went away during the look has lost no version
+            os.stat(self._there)  # last: a store that went away during the look has lost no version
         return None
 
     def get(self, key: str, version_id: str | None = None) -> tuple[ObjectInfo, bytes] | None:
@@ -182,6 +188,7 @@ class DirectoryStore:
     def list(self, prefix: str, *, delimiter: str = "") -> Listing:
         with translated(self.url):
             found = [key for key, directory in _walk(self._root, prefix, delimiter) if _is_live(directory)]
+            os.stat(self._there)
         return fold(found, prefix, delimiter)
 
     def list_versions(self, prefix: str) -> Iterator[VersionInfo]:
@@ -196,6 +203,7 @@ class DirectoryStore:
                     modified = os.stat(path).st_mtime
                     yield VersionInfo(key, record.version_id, latest, record.marker, record.size, modified)
                     latest = False
+            os.stat(self._there)
 
     def delete_version(self, key: str, version_id: str) -> None:
         directory = self._directory(key)
@@ -303,6 +311,7 @@ class DirectoryStore:
     @contextmanager
     def _work(self) -> Iterator[str]:
         """Give a private directory for one change; removed when the change is over, either way."""
+        os.stat(self._there)
         path = make_directories(self._root, f"{_OWN}/new/{clock.new_id()}")
         try:
             yield path

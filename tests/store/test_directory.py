@@ -86,7 +86,11 @@ def test_etags_never_repeat(store):
 
 
 def test_a_missing_root_is_not_an_empty_store(tmp_path):
-    store = DirectoryStore(str(tmp_path / "not-mounted"))
+    _all_raise_no_store(DirectoryStore(str(tmp_path / "not-mounted")))
+    assert not (tmp_path / "not-mounted").exists()
+
+
+def _all_raise_no_store(store: DirectoryStore) -> None:
     for act in (
         store.check,
         lambda: store.put("a", b"", condition=None),
@@ -94,13 +98,53 @@ def test_a_missing_root_is_not_an_empty_store(tmp_path):
         lambda: store.head("a"),
         lambda: store.list(""),
         lambda: list(store.list_versions("")),
+        lambda: store.list_multiparts(""),
         lambda: store.create_multipart("a"),
         lambda: store.delete_version("a", "00000001-000000000000"),
         lambda: store.get_range("a", "00000001-000000000000", 0, 1),
     ):
         with pytest.raises(NoStoreError):
             act()
-    assert not (tmp_path / "not-mounted").exists()
+
+
+@pytest.mark.parametrize("prepared", ["before", "here"])
+def test_the_empty_mountpoint_of_a_store_is_not_an_empty_store(tmp_path, prepared):
+    """An unmounted file system leaves one. Nothing is written to it, and nothing is taken for deleted."""
+    root, away = tmp_path / "store", tmp_path / "away"
+    root.mkdir()
+    if prepared == "before":
+        DirectoryStore(str(root)).prepare()
+    store = DirectoryStore(str(root))
+    if prepared == "here":
+        store.prepare()
+    there = store.put("a", b"x", condition=None)
+    root.rename(away)
+    root.mkdir()
+    _all_raise_no_store(store)
+    assert os.listdir(root) == []
+    root.rmdir()
+    away.rename(root)
+    assert store.head("a") == there
+
+
+@pytest.mark.parametrize("look", ["list", "list_versions"])
+def test_a_store_that_goes_away_in_the_middle_of_a_listing_gives_no_short_one(tmp_path, monkeypatch, look):
+    root = tmp_path / "store"
+    root.mkdir()
+    store = DirectoryStore(str(root))
+    for key in ("a", "b/c"):
+        store.put(key, b"x", condition=None)
+    found = os.listdir
+
+    def listdir(path):
+        names = found(path)
+        if path == str(root):
+            root.rename(tmp_path / "away")
+        return names
+
+    monkeypatch.setattr(os, "listdir", listdir)
+    with pytest.raises(NoStoreError):
+        list(getattr(store, look)(""))
 
 
 def test_a_check_changes_nothing(tmp_path):
