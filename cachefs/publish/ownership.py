@@ -9,7 +9,7 @@ part of the daemon that sends bytes of the run asks the record for a fence first
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 import structlog
 import trio
@@ -21,7 +21,7 @@ from cachefs.journal import Journal, Txn
 from cachefs.publish import rules
 from cachefs.publish.problems import Problems
 from cachefs.publish.promotion import Identity, take_epoch
-from cachefs.publish.writes import Writes
+from cachefs.publish.writes import Swap, Writes
 from cachefs.restore.reader import Seen, read_pointer
 
 _log = structlog.get_logger(__name__)
@@ -36,20 +36,26 @@ class _Lost(Exception):
 
 
 class _Guarded(Writes):
-    """Raises _Lost from every look at the pointer of a run that `lost` says is lost.
+    """Raises _Lost from every look at the pointer of a run that `lost` says is lost; tells `asked` the epoch of a grant
+    before it is sent.
 
     The look that a grant is computed from is one of them, so the run cannot be lost between the check and the grant.
     """
 
-    def __init__(self, writes: Writes, lost: Callable[[Pointer], bool]) -> None:
+    def __init__(self, writes: Writes, lost: Callable[[Seen], Awaitable[bool]], asked: Callable[[int], None]) -> None:
         super().__init__(writes.store, writes.keys, writes.hop, writes.pause)
         self._lost = lost
+        self._asked = asked
 
     async def pointer(self, run: str) -> Seen | None:
         seen = await super().pointer(run)
-        if seen is not None and self._lost(seen.pointer):
+        if seen is not None and await self._lost(seen):
             raise _Lost(seen.pointer)
         return seen
+
+    async def swap(self, run: str, ours: Pointer) -> Swap:
+        self._asked(ours.epoch)
+        return await super().swap(run, ours)
 
 
 class Ownership:
@@ -75,6 +81,10 @@ class Ownership:
         self._writes = writes
         self._poll = poll
         self._epochs: dict[str, int] = {}
+        self._asked: dict[str, int] = {}
+        """By run: the epoch of the first grant that this process has sent, while it holds none: one whose outcome was
+        left open may have landed.
+        """
         self._locks: dict[str, trio.Lock] = {}
         self._problems = problems or Problems()
 
@@ -113,17 +123,33 @@ class Ownership:
         with self._journal.read() as txn:
             record = txn.runs.get(run)
         held = record.epoch if record and record.incarnation == self.incarnation else 0
+        open_since = self._asked.get(run)
 
-        def lost(pointer: Pointer) -> bool:
-            return 0 < held < pointer.epoch and not pointer.owner.startswith(self._ours)
+        async def lost(seen: Seen) -> bool:
+            if 0 < held < seen.pointer.epoch and not seen.pointer.owner.startswith(self._ours):
+                return True
+            return open_since is not None and await self._was_ours(writes, run, seen, open_since)
+
+        def asked(epoch: int) -> None:
+            self._asked.setdefault(run, epoch)
 
         try:
-            epoch = await take_epoch(_Guarded(writes, lost), run, self.identity, record)
+            epoch = await take_epoch(_Guarded(writes, lost, asked), run, self.identity, record)
         except _Lost as error:
             await self.fence(run, error.pointer)
         else:
             await self._journal.write(lambda txn: _granted(txn, run, epoch, self.owner, self.incarnation))
             self._epochs[run] = epoch
+            self._asked.pop(run, None)
+
+    async def _was_ours(self, writes: Writes, run: str, seen: Seen, since: int) -> bool:
+        """Return whether another owner has followed a grant of this process, of the epoch `since` or a later one."""
+        at: Seen | None = seen
+        while at is not None and at.pointer.epoch >= since:
+            if at.pointer.owner == self.owner:
+                return at is not seen
+            at = await writes.before(run, at)
+        return False
 
     def fenced_by(self, run: str) -> str:
         """Return who has taken the run from this daemon, or ""."""

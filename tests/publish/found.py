@@ -266,4 +266,22 @@ FOUND: dict[str, Scenario] = {
         promoter=False,
         seed=903,
     ),
+    "an owner whose grant had landed unheard took the run back from the one that had followed": Scenario(
+        saves=(
+            Save(generation="last", step=1, writers=(0, 1, 2, 3), marker=0, gap=5.0, files=2),
+            Save(generation="last", step=2, writers=(0, 1, 2, 3), marker=0, gap=0.0, files=1),
+        ),
+        events=(
+            Event(at=1.0, what="engine", node=0, seconds=3.0),
+            Event(at=1.0, what="engine", node=0, seconds=3.0),
+            Event(at=1.0, what="engine", node=0, seconds=3.0),
+            Event(at=7.5, what="owner", node=2, seconds=3.0),
+            Event(at=2.2250738585e-313, what="node", node=0, seconds=3.0),
+        ),
+        rates=Rates(lost=0, unheard=0, held=0.01, copied=0.01, refused=0.01, slow=0.01, lagging=0.03, crash=0),
+        members=4,
+        named=False,
+        promoter=False,
+        seed=1138248,
+    ),
 }

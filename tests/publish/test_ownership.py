@@ -18,7 +18,7 @@ from cachefs.publish.ownership import Ownership, lift_fences
 from cachefs.publish.problems import Problems
 from cachefs.publish.rules import effective_state
 from cachefs.restore.reader import read_pointer
-from cachefs.store.base import Condition
+from cachefs.store.base import CREATE_ONLY, Condition
 from cachefs.store.memory import MemoryStore, _Version
 from tests.conftest import DeclaredWarnings
 from tests.publish.stage import RUN, Member, memory
@@ -85,6 +85,45 @@ async def test_an_open_grant_is_found_again(members: Members, declared_warnings:
         await ownership.acquire(RUN)
     assert await ownership.acquire(RUN) == 1
     assert pointer(member).seq == 1
+
+
+@pytest.mark.parametrize("later", [0, 1], ids=["by the newest owner", "by one before it"])
+async def test_an_open_grant_that_was_followed_is_a_lost_run(
+    members: Members, declared_warnings: DeclaredWarnings, later: int
+) -> None:
+    """The answer to the grant is lost, and the run as well before this process looks again: it takes no second one."""
+    declared_warnings("run fenced")
+    store = FaultyStore(memory(), rules(Rule("put", lost_answer), Rule("get", denied, nth=2)))
+    member = members(store)
+    ownership = member.ownership()
+    with pytest.raises(Exception, match="AccessDenied"):
+        await ownership.acquire(RUN)
+    for number in range(later + 1):
+        _grant_to(store, f"n2/other-{number}")
+    with pytest.raises(FencedError, match=f"n2/other-{later}"):
+        await ownership.acquire(RUN)
+    assert ownership.epoch(RUN) is None
+    assert pointer(member).owner == f"n2/other-{later}"
+    assert await member.ownership().acquire(RUN) == later + 3, "a restart of the daemon takes it back"
+
+
+async def test_a_grant_that_never_landed_loses_nothing(members: Members) -> None:
+    """The next try takes the run, whoever has been granted it meanwhile."""
+    store = FaultyStore(memory(), rules(Rule("put", denied)))
+    member = members(store)
+    ownership = member.ownership()
+    with pytest.raises(Exception, match="AccessDenied"):
+        await ownership.acquire(RUN)
+    for number in range(2):
+        _grant_to(store, f"n2/other-{number}")
+    assert await ownership.acquire(RUN) == 3
+
+
+def _grant_to(store: FaultyStore, owner: str) -> None:
+    seen = read_pointer(store.inner, Keys(), RUN)
+    grant = pointer_rules.grant(RUN, seen, owner=owner, nonce=owner, at="")
+    condition = CREATE_ONLY if seen is None else Condition(if_match=seen.etag)
+    store.inner.put(Keys().pointer(RUN), encode(grant), condition=condition)
 
 
 async def test_a_hidden_pointer_halts_the_run(members: Members, declared_warnings: DeclaredWarnings) -> None:
@@ -217,10 +256,7 @@ async def test_a_run_lost_during_the_grant_is_not_taken_back(
     def overtaken(request: Callable[[], Any]) -> Any:
         if at == "after the grant":
             request()
-        seen = read_pointer(store.inner, Keys(), RUN)
-        assert seen is not None
-        grant = pointer_rules.grant(RUN, seen, owner="n2/other", nonce="other", at="")
-        store.inner.put(Keys().pointer(RUN), encode(grant), condition=Condition(if_match=seen.etag))
+        _grant_to(store, "n2/other")
         if at == "before the grant":
             return request()
         raise UnavailableError("no answer")
