@@ -2,8 +2,7 @@
 
 What it guarantees, whatever the changes are:
 - a save is never closed while a file of it is open for writing;
-- a save is closed by what happened in it, never by a marker that stood there before, nor by one that it had when half
-  of it was there and that half is written again;
+- a save is closed by what happened in it, never by a marker that stood there before;
 - no open or remembered generation lies inside another one.
 
 After a close: a change of one of its files (truncating open, re-creation, rename over it) starts a new save; a new name

@@ -7,13 +7,12 @@ from collections.abc import Collection
 from cachefs.errors import CorruptError, InvalidError, UnreadableError
 from cachefs.formats.names import to_text
 from cachefs.generations import signals
-from cachefs.generations.actions import AbandonSave, Action, CancelSave, Incomplete, Loose, OpenSave, View
+from cachefs.generations.actions import Action, CancelSave, Incomplete, Loose, OpenSave, View
 from cachefs.generations.placement import Placement, Placer, parent
 from cachefs.generations.presets import SignalKind
 from cachefs.generations.saves import AGAIN, Closed, OpenFiles, Save, Seen, inside
 from cachefs.staging.changes import Kind
 
-BEGUN_AGAIN = "superseded: it was not complete when its close signal had come, and was then written again"
 _NEW_NAME = (Kind.CREATED, Kind.RENAMED, Kind.LINKED, Kind.SYMLINKED)
 
 
@@ -83,11 +82,6 @@ class Ledger:
         if root is not None and (save := self._saves.get(root)) is not None:
             if save.stale:
                 self._cancel(root, "superseded: written again after a restart")
-                save = self._open(save.placement, now)
-            elif save.placement.relative(path) in save.lacked:
-                # Whoever wrote it first was killed in the middle: ranks of both times side by side would be a mixture.
-                del self._saves[root]
-                self._out.append(AbandonSave(root, BEGUN_AGAIN))
                 save = self._open(save.placement, now)
         elif closed is not None:
             name = closed.placement.relative(path)

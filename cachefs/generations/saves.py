@@ -111,8 +111,7 @@ class Save:
     `told` is what the caller knows: the signals that nothing takes back, in words by preset, and whether a file was
     removed after its signal. `torn` says so of a process that is gone.
 
-    `stale` marks a save of a process that is gone: the next change starts another. `lacked` are the names that stood
-    in it when its signal and its time had come and something was missing all the same. `wake` is when to look again,
+    `stale` marks a save of a process that is gone: the next change starts another. `wake` is when to look again,
     `waiting` says what it waits for, `held` since when open files alone hold it back. `known` says whether a preset
     knows its files; None: to be looked at.
     """
@@ -130,7 +129,6 @@ class Save:
     by_hand: float | None = None
     why: str = ""
     stale: bool = False
-    lacked: set[bytes] = field(default_factory=set)
     wake: float | None = None
     unread: dict[bytes, float] = field(default_factory=dict)
     held: float | None = None
@@ -150,14 +148,10 @@ class Save:
         """A name, or all below it, is gone and has no other one."""
         if name in self.written:
             self.gone[name] = now
-        self._forget(name, now)
+        self.dropped(name, now)
 
     def dropped(self, name: bytes, now: float) -> None:
-        """A name, or all below it, is gone: what it named is elsewhere."""
-        self.lacked = {path for path in self.lacked if not inside(path, name)}
-        self._forget(name, now)
-
-    def _forget(self, name: bytes, now: float) -> None:
+        """A name, or all below it, is gone."""
         if name in self.written:
             self.written.discard(name)
             self.renamed.discard(name)

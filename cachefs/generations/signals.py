@@ -110,8 +110,8 @@ def unmet(save: Save, preset: Preset, seen: Seen, view: View, *, alone: bool) ->
     if preset.strength != "A" and (gone := _removed_since(save, preset, seen.at)):
         return f"{_text(gone)} was removed after the close signal"
     names = view.names(root)
-    if there := blocked(names, preset):
-        return f"{_text(there[0])} is still there"
+    if blocked := [name for name in names if matches(name, preset.blocked_by)]:
+        return f"{_text(blocked[0])} is still there"
     if weak and (temporary := [name for name in names if is_temporary(name, preset.temp_names)]):
         return f"{_text(temporary[0])} is a temporary name"
     if "dcp" in preset.expected and (reason := _dcp(save, view, alone)):
@@ -132,11 +132,6 @@ def unmet(save: Save, preset: Preset, seen: Seen, view: View, *, alone: bool) ->
     if weak and "formats" in preset.expected:
         return _formats(root, names, view)
     return None
-
-
-def blocked(names: Iterable[bytes], preset: Preset) -> list[bytes]:
-    """Return the names by which a framework says that it is still writing."""
-    return [name for name in names if matches(name, preset.blocked_by)]
 
 
 NEXT_SAVE = "the next save started"

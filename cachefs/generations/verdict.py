@@ -63,8 +63,6 @@ def judge(
             if save.placement.kind == "directory":
                 try:
                     reason = signals.unmet(save, preset, seen, view, alone=alone)
-                    if reason is not None and not signals.blocked(save.written, preset):
-                        save.lacked |= save.written
                 except UnreadableError as error:
                     reason = str(error)
                     save.wake = now + AGAIN if save.wake is None else min(save.wake, now + AGAIN)

@@ -111,8 +111,8 @@ def test_torchtune_sync_and_async():
     shard.close()
     world.wait(400)
     assert len(world.closes) == 1
-    world.put("o/epoch_1/.metadata.tmp", dcp_metadata("__0_0.distcp"))
-    world.rename("o/epoch_1/.metadata.tmp", "o/epoch_1/.metadata")
+    dcp_save(world, "o/epoch_1", ranks=1)
+    world.put("o/epoch_1/recipe_state.pt", ZIP)
     world.wait(31)
     assert world.closes[1:] == [("o/epoch_1", "torchtune", 1)]
 

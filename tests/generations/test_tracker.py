@@ -12,7 +12,6 @@ import trio
 from cachefs.errors import CachefsError, NotFoundError
 from cachefs.formats.records import State
 from cachefs.generations.closing import Closer
-from cachefs.generations.ledger import BEGUN_AGAIN
 from cachefs.staging.changes import Change, Kind
 from tests.generations.mounted import Mount, metadata, zipped
 
@@ -55,21 +54,6 @@ async def test_overwriting_a_file_that_is_a_save_of_its_own_makes_another_attemp
     one, two = mount.attempts()
     assert mount.pinned(one) == {"model.pt": zipped(b"first")}
     assert mount.pinned(two) == {"model.pt": zipped(b"second")}
-
-
-async def test_half_a_save_that_is_begun_again_is_abandoned_before_its_first_file_is_acknowledged(mount):
-    await mount.write("run/step-5/__0_0.distcp", b"old")
-    await mount.write("run/step-5/.metadata.tmp", metadata("0_0", "1_0"))
-    await mount.rename("run/step-5/.metadata.tmp", "run/step-5/.metadata")
-    await mount.write("run/step-5/__0_0.distcp", b"new")
-    half, begun = mount.attempts()
-    assert (half.state, half.error, half.cancelled) == (State.ABANDONED, BEGUN_AGAIN, False)
-    assert (begun.state, begun.closed_at) == (State.OPEN, None)
-    await mount.save("run/step-5", **{"0_0": b"new", "1_0": b"new"})
-    _, whole = mount.attempts()
-    assert whole.attempt == begun.attempt
-    assert {mount.pinned(whole)[f"__{name}.distcp"] for name in ("0_0", "1_0")} == {b"new"}
-    assert mount.pinned(half) == {}
 
 
 async def test_a_change_of_a_closing_save_waits_until_it_is_pinned(mount, monkeypatch):

@@ -7,7 +7,6 @@ import pytest
 from cachefs.errors import InvalidError
 from cachefs.generations.actions import CancelSave, CloseSave, Held, OpenSave, Proved, ResumedSave
 from cachefs.generations.detector import Detector
-from cachefs.generations.ledger import BEGUN_AGAIN
 from cachefs.generations.placement import Placer
 from cachefs.generations.presets import from_config
 from cachefs.generations.signals import marker_paths
@@ -581,66 +580,6 @@ def test_temporary_name_finished_at_resume():
     world.actions.clear()
     world._check(world.detector.resume([ResumedSave(b"o/step10", opened_as=b"o/step10-tmp")], world, 0.0))
     assert world.closes == [("o/step10", "olmo", 10)]
-
-
-def half_a_save(world: World) -> str:
-    """A rank was killed after the marker of another one; the save had its time, and is not complete."""
-    path = "out/checkpoint-5"
-    world.put(f"{path}/model-00001-of-00002.safetensors", TENSORS)
-    world.put(f"{path}/trainer_state.json", b"{}")
-    world.wait(1000)
-    assert not world.closes
-    return path
-
-
-@pytest.mark.parametrize("how", ["in place", "removed first", "renamed over it"])
-def test_half_a_save_that_is_begun_again_is_another_save(how):
-    """Its marker is of the first time: with it, the parts of two trainings would be published as one."""
-    world = World()
-    path = half_a_save(world)
-    first = f"{path}/model-00001-of-00002.safetensors"
-    if how == "removed first":
-        world.unlink(first)
-    if how == "renamed over it":
-        world.put("elsewhere/part", TENSORS)
-        world.rename("elsewhere/part", first)
-    else:
-        world.put(first, TENSORS)
-    world.put(f"{path}/model-00002-of-00002.safetensors", TENSORS)
-    world.wait(1000)
-    assert not world.closes
-    assert world.abandoned == [(path, BEGUN_AGAIN)]
-    world.put(f"{path}/trainer_state.json", b"{}")
-    world.wait(31)
-    assert world.closes == [(path, "hf-trainer", 5)]
-
-
-def test_half_a_save_goes_on_with_what_is_missing_however_late():
-    """Also when a temporary name of it is used for one file after the other."""
-    world = World()
-    path = half_a_save(world)
-    world.put(f"{path}/shard.tmp", TENSORS)
-    world.wait(1000)
-    assert not world.closes
-    world.rename(f"{path}/shard.tmp", f"{path}/model-00002-of-00002.safetensors")
-    world.put(f"{path}/shard.tmp", TENSORS)
-    world.rename(f"{path}/shard.tmp", f"{path}/more.safetensors")
-    world.wait(31)
-    assert world.closes == [(path, "hf-trainer", 5)]
-    assert not world.abandoned
-
-
-def test_a_framework_that_says_that_it_still_writes_may_write_a_file_twice():
-    world = World()
-    path = "out/checkpoint-5"
-    world.put(f"{path}/checkpoint-is-incomplete.txt")
-    world.put(f"{path}/model.safetensors", TENSORS)
-    world.put(f"{path}/trainer_state.json", b"{}")
-    world.wait(1000)
-    world.put(f"{path}/model.safetensors", TENSORS)
-    world.unlink(f"{path}/checkpoint-is-incomplete.txt")
-    world.wait(31)
-    assert world.closes == [(path, "hf-trainer", 5)]
 
 
 def test_forget():
